@@ -1,0 +1,90 @@
+"""Who did what when: spans of one rank, one JSON object a line, and their Perfetto form.
+
+Simulated and measured runs write the same records, so that one drawing serves both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of time on one rank.
+
+    Attributes:
+        name: what ran: `plan`, `data`, `task`, `reduce`, `optimizer`, …
+        start_s, end_s: seconds since the start of the run, on that rank's own clock.
+        step: step index, or -1 outside of steps.
+        detail: small JSON values worth showing beside the span (samples, degree, prediction).
+    """
+
+    rank: int
+    name: str
+    start_s: float
+    end_s: float
+    step: int = -1
+    detail: dict[str, Any] | None = None
+
+
+class TraceWriter:
+    """Appends the spans of one rank to a file; buffered, so that a span costs no system call."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, span: Span) -> None:
+        """Append one span."""
+        self._file.write(json.dumps(asdict(span), separators=(",", ":")) + "\n")
+
+    def flush(self) -> None:
+        """Hand what is buffered to the operating system; called between steps."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._file.close()
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_spans(path: Path) -> Iterator[Span]:
+    """Spans of one file, in the order written."""
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            yield Span(**json.loads(line))
+
+
+def to_perfetto(spans: Iterable[Span]) -> str:
+    """Chrome trace JSON, which ui.perfetto.dev and chrome://tracing open: one row per rank."""
+    events: list[dict[str, Any]] = []
+    ranks: set[int] = set()
+    for span in spans:
+        if span.rank not in ranks:
+            ranks.add(span.rank)
+            name = {"name": f"rank {span.rank}"}
+            events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": span.rank, "args": name})
+        events.append(
+            {
+                "ph": "X",
+                "name": span.name,
+                "pid": 0,
+                "tid": span.rank,
+                "ts": span.start_s * 1e6,
+                "dur": (span.end_s - span.start_s) * 1e6,
+                "args": {"step": span.step, **(span.detail or {})},
+            }
+        )
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
