@@ -1,0 +1,40 @@
+# Every command a contributor needs; CI calls the same targets.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install lint test test-all demo demo-short clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-17s %s\n", $$1, $$2 }'
+
+install: $(STAMP) ## make .venv with everything that training and development need
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[train,dev]'
+	@touch $@
+
+lint: $(STAMP) ## formatting, lint, types, import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: $(STAMP) ## the test suite (a few minutes on two cores)
+	$(BIN)/pytest -m "not slow and not gpu"
+
+test-all: $(STAMP) ## also the long forms of tests
+	$(BIN)/pytest -m "not gpu"
+
+demo: $(STAMP) ## train a small model on 4 CPU ranks, on the Python sources of this interpreter
+	$(BIN)/flexcp train examples/demo.toml
+
+demo-short: $(STAMP) ## the same for a few steps
+	$(BIN)/flexcp train examples/demo.toml --set train.steps=3
+
+clean: ## remove the environment, build outputs, caches and runs
+	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,187 @@
+"""Rich tables of one plan and of several policies side by side; builds them and prints nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from flexcp.core.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one policy made of the same steps: one plan a step, or the reason why it cannot serve.
+
+    Attributes:
+        policy: its name, with its setting where there is one (`static d=8`).
+        plans: one per step; empty when the policy refuses.
+        plan_ms: mean planning time of a step.
+        refusal: why there is no plan.
+    """
+
+    policy: str
+    plans: tuple[Plan, ...] = ()
+    plan_ms: float = 0.0
+    refusal: str = ""
+
+    @property
+    def step_s(self) -> float:
+        """Mean predicted step time."""
+        return sum(plan.step_s for plan in self.plans) / len(self.plans)
+
+    @property
+    def bound_s(self) -> float:
+        """Mean bound of a step."""
+        return sum(plan.bound_s for plan in self.plans) / len(self.plans)
+
+    @property
+    def gap(self) -> float:
+        """Step time over bound, all steps together."""
+        return self.step_s / self.bound_s
+
+    @property
+    def waves(self) -> float:
+        """Mean number of waves a step."""
+        return sum(plan.num_waves for plan in self.plans) / len(self.plans)
+
+    @property
+    def degrees(self) -> dict[int, int]:
+        """Number of tasks per degree over all steps, ascending."""
+        counts: Counter[int] = Counter()
+        for plan in self.plans:
+            counts.update(plan.degrees)
+        return dict(sorted(counts.items()))
+
+    @property
+    def idle_share(self) -> float:
+        """Share of all rank-time in which no task runs."""
+        return sum(plan.idle_share * plan.step_s for plan in self.plans) / (self.step_s * len(self.plans))
+
+
+def format_degrees(degrees: Mapping[int, int], most: int | None = None) -> str:
+    """Degree×count, ascending; beyond `most` entries the middle is left out, the widest stay.
+
+    >>> format_degrees({2: 1, 1: 3, 9: 1})
+    '1×3 2×1 9×1'
+    >>> format_degrees({1: 9, 2: 4, 3: 2, 5: 1, 9: 1}, most=3)
+    '1×9 … 5×1 9×1'
+    """
+    parts = [f"{degree}×{degrees[degree]}" for degree in sorted(degrees)]
+    if most is not None and len(parts) > most:
+        tail = most // 2 + 1
+        parts = [*parts[: most - tail], "…", *parts[len(parts) - tail :]]
+    return " ".join(parts)
+
+
+def format_seconds(seconds: float) -> str:
+    """Three significant digits in the unit that suits.
+
+    >>> format_seconds(3.2149), format_seconds(0.0421), format_seconds(0.00000731), format_seconds(187.2)
+    ('3.21 s', '42.1 ms', '7.31 µs', '187 s')
+    """
+    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= scale:
+            return f"{_three_digits(seconds / scale)} {unit}"
+    return f"{_three_digits(seconds / 1e-6)} µs"
+
+
+def _three_digits(value: float) -> str:
+    decimals = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{decimals}f}"
+
+
+def format_count(value: float) -> str:
+    """A mean of whole numbers: no decimals where it is whole.
+
+    >>> format_count(9.0), format_count(9.5)
+    ('9', '9.5')
+    """
+    return f"{value:.0f}" if float(value).is_integer() else f"{value:.1f}"
+
+
+def policy_table(outcomes: Sequence[Outcome], baseline: Outcome | None) -> Table:
+    """One row a policy, `flexcp` last as given; speed is the baseline's step time over the row's."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    table.add_column("policy", no_wrap=True)
+    against = baseline.policy if baseline else "static"
+    for name in ("step", "gap", f"vs {against}", "waves"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("degree×groups", overflow="fold")
+    for name in ("idle", "planned in"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for outcome in outcomes:
+        if outcome.plans:
+            table.add_row(*_cells(outcome, baseline), style="bold" if outcome.policy == "flexcp" else "")
+        else:
+            dash = Text("–", style="dim")
+            table.add_row(outcome.policy, dash, dash, dash, dash, Text(outcome.refusal, "yellow"), dash, dash)
+    return table
+
+
+def _cells(outcome: Outcome, baseline: Outcome | None) -> tuple[str, ...]:
+    speed = f"{baseline.step_s / outcome.step_s:.2f}×" if baseline else "–"
+    return (
+        outcome.policy,
+        format_seconds(outcome.step_s),
+        f"{outcome.gap:.3f}",
+        speed,
+        format_count(outcome.waves),
+        format_degrees(outcome.degrees, most=6),
+        f"{outcome.idle_share:.1%}",
+        f"{outcome.plan_ms:.0f} ms",
+    )
+
+
+def plan_table(plan: Plan, most: int = 12) -> Table:
+    """The widest tasks of one plan: what runs on how many ranks, and when; at most `most` rows."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    table.add_column("wave", justify="right")
+    table.add_column("degree", justify="right")
+    table.add_column("ranks")
+    for name in ("samples", "tokens", "longest", "start", "time"):
+        table.add_column(name, justify="right")
+    widest = sorted(plan.tasks, key=lambda task: (-task.degree, task.wave, task.ranks))
+    for task in widest[:most]:
+        tokens = [sample.tokens for sample in plan.pack(task)]
+        table.add_row(
+            str(task.wave),
+            str(task.degree),
+            format_ranks(task.ranks),
+            str(len(tokens)),
+            f"{sum(tokens):,}",
+            f"{max(tokens):,}",
+            format_seconds(task.start_s) if task.start_s else "0 s",
+            format_seconds(task.duration_s),
+        )
+    if len(widest) > most:
+        table.caption = f"{len(widest) - most} smaller tasks not shown"
+    return table
+
+
+def rank_runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """Maximal runs of neighbouring ranks as inclusive pairs, whatever the ring order.
+
+    >>> rank_runs((4, 5, 9, 3))
+    [(3, 5), (9, 9)]
+    """
+    runs: list[tuple[int, int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1] = (runs[-1][0], rank)
+        else:
+            runs.append((rank, rank))
+    return runs
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Ranks of a group, runs shortened.
+
+    >>> format_ranks((0, 1, 2, 5))
+    '0–2, 5'
+    """
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in rank_runs(ranks))
