@@ -1,0 +1,146 @@
+"""Which parts of a query block x key block are attended, as tiles that need no mask tensor.
+
+Pure Python over a Layout. A tile is a full rectangle or a causal square, so a kernel needs no more than a
+flag; together the tiles of all block pairs cover every attended entry exactly once.
+
+Why that is always possible: the rows that one member holds of one sample ascend in position, and what a row
+sees is always "every key before some position" (its own position, or the end of its full-attention span),
+which never falls from one row to the next. So in local rows the mask is a staircase::
+
+    rows of text in their own block   one key more per row   causal square, and a rectangle before it
+    rows of a span, or of text that
+    meets another member's keys       the same keys          rectangle
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from flexcp.core.layout import Layout
+from flexcp.core.sample import Sample
+
+
+class Tile(NamedTuple):
+    """Query rows [q0, q1) attend to key rows [k0, k1), local rows on either side.
+
+    A causal tile is square, and row q0 + i attends to k0 .. k0 + i.
+    """
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    causal: bool
+
+
+class _Held(NamedTuple):
+    """Positions [start, stop) of a sample, which lie from local row `row` on."""
+
+    start: int
+    stop: int
+    row: int
+
+
+class _Stair(NamedTuple):
+    """Local rows [q0, q1) see the first `keys` keys; if it rises, row q0 + i sees i + 1 more."""
+
+    q0: int
+    q1: int
+    keys: int
+    rises: bool
+
+
+@lru_cache(maxsize=4096)
+def make_tiles(layout: Layout, q_member: int, kv_member: int) -> tuple[Tile, ...]:
+    """Tiles of the queries of one member against the keys of another, or its own.
+
+    Keys are numbered by the local rows of `kv_member`. Its cut rows come first, so the numbers hold for the
+    block that travels as well.
+
+    Complexity: O(pieces + spans) per sample that both hold.
+
+    >>> from flexcp.core.layout import make_layout
+    >>> layout = make_layout((Sample(0, 8),), degree=2, whole_below_tokens=0)  # member 0: 0, 1, 6, 7
+    >>> for kv_member in (0, 1):
+    ...     make_tiles(layout, 0, kv_member)
+    (Tile(q0=0, q1=4, k0=0, k1=4, causal=True),)
+    (Tile(q0=2, q1=4, k0=0, k1=4, causal=False),)
+    """
+    queries, keys = _held_rows(layout, q_member), _held_rows(layout, kv_member)
+    tiles: list[Tile] = []
+    for index in queries.keys() & keys.keys() if q_member != kv_member else queries:
+        stairs = _stairs(layout.samples[index], queries[index], keys[index], own=q_member == kv_member)
+        tiles.extend(_tiles_of_stairs(stairs, first_key=keys[index][0].row))
+    return tuple(sorted(tiles, key=lambda tile: (tile.q0, tile.k0)))
+
+
+@lru_cache(maxsize=4096)
+def _held_rows(layout: Layout, member: int) -> dict[int, list[_Held]]:
+    """What `member` holds of each sample; the pieces of one sample are neighbours in local rows."""
+    held: dict[int, list[_Held]] = {}
+    row = 0
+    for piece in layout.pieces(member):
+        held.setdefault(piece.index, []).append(_Held(piece.start, piece.stop, row))
+        row += piece.rows
+    return held
+
+
+def _stairs(sample: Sample, queries: Sequence[_Held], keys: Sequence[_Held], *, own: bool) -> list[_Stair]:
+    """The staircase of one sample, with stairs that continue each other made one."""
+    stairs: list[_Stair] = []
+    for held in queries:
+        for start, stop, span_stop in _runs(sample, held.start, held.stop):
+            rises = own and span_stop is None
+            seen = _count_before(keys, start if span_stop is None else span_stop)
+            q0 = held.row + start - held.start
+            stair = _Stair(q0, q0 + stop - start, seen, rises)
+            before = stairs[-1] if stairs else None
+            if before and before.rises == rises and _keys_after(before) == seen:
+                stairs[-1] = before._replace(q1=stair.q1)
+            else:
+                stairs.append(stair)
+    return stairs
+
+
+def _runs(sample: Sample, start: int, stop: int) -> Iterator[tuple[int, int, int | None]]:
+    """Cut [start, stop) into runs of text, and runs inside one span with where that span ends."""
+    for a, b in sample.spans:
+        if b <= start or b - a == 1:  # a span of one row sees what text sees
+            continue
+        if a >= stop:
+            break
+        if start < a:
+            yield start, a, None
+        yield max(start, a), min(stop, b), b
+        start = b
+    if start < stop:
+        yield start, stop, None
+
+
+def _count_before(held: Sequence[_Held], position: int) -> int:
+    """Rows held before `position`."""
+    return sum(min(max(position - piece.start, 0), piece.stop - piece.start) for piece in held)
+
+
+def _keys_after(stair: _Stair) -> int:
+    """Keys that the row after this stair sees if the stair goes on."""
+    return stair.keys + (stair.q1 - stair.q0 if stair.rises else 0)
+
+
+def _tiles_of_stairs(stairs: Sequence[_Stair], first_key: int) -> Iterator[Tile]:
+    """One rectangle per run of stairs of equal keys, one square per rising stair."""
+    rectangle: Tile | None = None
+    for q0, q1, keys, rises in stairs:
+        if rises:
+            yield Tile(q0, q1, first_key + keys, first_key + keys + q1 - q0, True)
+        stop = first_key + keys
+        if rectangle and rectangle.k1 == stop:
+            rectangle = rectangle._replace(q1=q1)
+            continue
+        if rectangle:
+            yield rectangle
+        rectangle = Tile(q0, q1, first_key, stop, False) if keys else None
+    if rectangle:
+        yield rectangle
