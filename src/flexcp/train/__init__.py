@@ -1,0 +1,1 @@
+"""The small reference trainer: configuration, data, and the loop over steps."""
