@@ -1,0 +1,20 @@
+"""How long a pack takes and how much memory it needs: counted FLOPs, named hardware, one formula.
+
+Standard library and numpy only. It predicts; it never measures and never decides.
+"""
+
+from flexcp.cost.hardware import HARDWARE, Hardware, hardware
+from flexcp.cost.memory import Sharding, tokens_per_rank
+from flexcp.cost.model import CostModel, Link, Load, cost_model
+
+__all__ = [
+    "HARDWARE",
+    "CostModel",
+    "Hardware",
+    "Link",
+    "Load",
+    "Sharding",
+    "cost_model",
+    "hardware",
+    "tokens_per_rank",
+]

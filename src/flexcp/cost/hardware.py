@@ -1,0 +1,155 @@
+"""What one rank of a known machine can do; every number says where it is from.
+
+Presets are a place to start. A profile of the real machine replaces them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexcp.core.errors import UnknownNameError
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One rank and the links around it.
+
+    Attributes:
+        flops_per_s: peak dense rate in the training precision.
+        matmul_efficiency, attention_efficiency: share of the peak that training reaches.
+        memory_bytes: device memory of one rank.
+        intra_bytes_per_s, intra_latency_s: one direction between neighbours of a node; per ring step.
+        inter_bytes_per_s, inter_latency_s: the same across nodes, per rank.
+        pack_overhead_s: per layer, what a pack costs however small it is (launches, host work).
+        sample_overhead_s: per layer, what one more sample in a pack costs beyond its tokens and pairs.
+        element_bytes: bytes of a weight or activation in the training precision.
+        origin: where every number is from.
+    """
+
+    name: str
+    flops_per_s: float
+    matmul_efficiency: float
+    attention_efficiency: float
+    memory_bytes: int
+    intra_bytes_per_s: float
+    intra_latency_s: float
+    inter_bytes_per_s: float
+    inter_latency_s: float
+    pack_overhead_s: float
+    sample_overhead_s: float
+    element_bytes: int
+    origin: str
+
+
+_DISTCA = (
+    "Attention: H100 forward times by length of hao-ai-lab/DistCA (Apache-2.0), 64 heads x 128: 341 "
+    "TFLOP/s at 64k tokens = 0.35 of peak; backward assumed alike. Its 166 packed batches fit pairs "
+    "alone to 0.5 %, so a sample costs next to nothing beyond its pairs: 5 us a layer for partly "
+    "filled tiles. One short document takes 25-28 us a layer; about four such floors of launches a "
+    "layer and pass give 100 us a pack. Links: its 8-GPU reduce-scatter reaches 0.28e12 bytes/s on "
+    "the bus; 400 Gb/s a GPU across nodes is the DGX data sheet. "
+)
+
+_PRESETS = (
+    Hardware(
+        name="h100",
+        flops_per_s=989e12,
+        matmul_efficiency=0.55,
+        attention_efficiency=0.35,
+        memory_bytes=80 * 10**9,
+        intra_bytes_per_s=280e9,
+        intra_latency_s=10e-6,
+        inter_bytes_per_s=50e9,
+        inter_latency_s=20e-6,
+        pack_overhead_s=100e-6,
+        sample_overhead_s=5e-6,
+        element_bytes=2,
+        origin=_DISTCA + "Peak, memory: NVIDIA H100 SXM data sheet, bf16 dense. Matmul share and latencies: "
+        "customary values, not measured.",
+    ),
+    Hardware(
+        name="h200",
+        flops_per_s=989e12,
+        matmul_efficiency=0.55,
+        attention_efficiency=0.35,
+        memory_bytes=141 * 10**9,
+        intra_bytes_per_s=280e9,
+        intra_latency_s=10e-6,
+        inter_bytes_per_s=50e9,
+        inter_latency_s=20e-6,
+        pack_overhead_s=100e-6,
+        sample_overhead_s=5e-6,
+        element_bytes=2,
+        origin="Compute and links as h100: " + _DISTCA + "Memory: NVIDIA H200 data sheet.",
+    ),
+    Hardware(
+        name="a100",
+        flops_per_s=312e12,
+        matmul_efficiency=0.6,
+        attention_efficiency=0.5,
+        memory_bytes=80 * 10**9,
+        intra_bytes_per_s=230e9,
+        intra_latency_s=10e-6,
+        inter_bytes_per_s=25e9,
+        inter_latency_s=20e-6,
+        pack_overhead_s=150e-6,
+        sample_overhead_s=7e-6,
+        element_bytes=2,
+        origin="Peak, memory, NVLink and 200 Gb/s a GPU: NVIDIA A100 and DGX A100 data sheets. Attention "
+        "share: about what FlashAttention-2 (arXiv 2307.08691) reports, forward and backward. Matmul "
+        "share, overheads and latencies: customary values scaled from h100, not measured.",
+    ),
+    Hardware(
+        name="ascend-910c",
+        flops_per_s=376e12,
+        matmul_efficiency=0.55,
+        attention_efficiency=0.35,
+        memory_bytes=64 * 10**9,
+        intra_bytes_per_s=150e9,
+        intra_latency_s=20e-6,
+        inter_bytes_per_s=25e9,
+        inter_latency_s=30e-6,
+        pack_overhead_s=200e-6,
+        sample_overhead_s=10e-6,
+        element_bytes=2,
+        origin="One of the two dies of a package, 64 GB as in the FCP paper (arXiv 2602.21788). Peak and "
+        "links: half of what is published for the package (CloudMatrix384, arXiv 2506.12708), links "
+        "at three quarters of nominal. Shares, overheads and latencies: assumed, not measured.",
+    ),
+    Hardware(
+        name="cpu",
+        flops_per_s=97e9,
+        matmul_efficiency=0.5,
+        attention_efficiency=0.8,
+        memory_bytes=4 * 2**30,
+        intra_bytes_per_s=0.6e9,
+        intra_latency_s=0.55e-3,
+        inter_bytes_per_s=0.6e9,
+        inter_latency_s=0.55e-3,
+        pack_overhead_s=1.5e-3,
+        sample_overhead_s=0.1e-3,
+        element_bytes=4,
+        origin="One core of an x86 server with AVX-512, torch 2.13, fp32, measured for FlexCP. Peak: matrix "
+        "product of 1024 to 2048, 97 GFLOP/s. Attention: flash attention of torch, 8 heads x 64, 4096"
+        " causal, 757 ms forward and backward. Shares and overheads: a Qwen3 of 4 layers x 128, "
+        "forward and backward without checkpointing, takes 9.1, 19.1, 72.5 and 449 ms on 32, 128, 512"
+        " and 2048 tokens. Links: gloo ring steps between processes of one machine. Memory, and the "
+        "cost of one more sample: assumed.",
+    ),
+)
+HARDWARE = {preset.name: preset for preset in _PRESETS}
+
+
+def hardware(name: str) -> Hardware:
+    """Look a preset up by name.
+
+    >>> hardware("h100").memory_bytes
+    80000000000
+
+    Raises:
+        UnknownNameError: names the nearest preset and all of them.
+    """
+    try:
+        return HARDWARE[name]
+    except KeyError:
+        raise UnknownNameError("hardware", name, HARDWARE) from None

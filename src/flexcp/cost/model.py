@@ -1,0 +1,195 @@
+"""The paper's time formula (arXiv 2602.21788v2, cost model): a few coefficients, evaluated in numpy.
+
+It knows loads and degrees, never samples' contents, devices or plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcp.core.model_shape import ModelShape
+from flexcp.core.sample import Sample
+from flexcp.cost.flops import flops_per_pair, flops_per_token
+from flexcp.cost.hardware import Hardware
+
+Array = npt.NDArray[np.float64]
+# A count for one pack, or an array of them for many.
+Counts = Any
+
+_GRADIENT_BYTES = 4  # dK and dV travel in fp32
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a pack holds, as far as time and memory depend on it; loads of samples add up.
+
+    Attributes:
+        tokens, pairs, samples: totals; pairs are those really attended.
+        cut_tokens: tokens of samples that are cut over the ranks of a group, so travel around its ring.
+        longest_whole_tokens: the longest sample that stays on one rank however many the group has.
+
+    >>> Load.of(Sample(0, 4), whole_below_tokens=3) + Load.of(Sample(1, 2), whole_below_tokens=3)
+    Load(tokens=6, pairs=13, samples=2, cut_tokens=4, longest_whole_tokens=2)
+    """
+
+    tokens: int = 0
+    pairs: int = 0
+    samples: int = 0
+    cut_tokens: int = 0
+    longest_whole_tokens: int = 0
+
+    @classmethod
+    def of(cls, sample: Sample, whole_below_tokens: int) -> Load:
+        """Load of one sample."""
+        cut = sample.tokens >= whole_below_tokens
+        return cls(
+            tokens=sample.tokens,
+            pairs=sample.attended_pairs,
+            samples=1,
+            cut_tokens=sample.tokens if cut else 0,
+            longest_whole_tokens=0 if cut else sample.tokens,
+        )
+
+    def __add__(self, other: Load) -> Load:
+        return Load(
+            self.tokens + other.tokens,
+            self.pairs + other.pairs,
+            self.samples + other.samples,
+            self.cut_tokens + other.cut_tokens,
+            max(self.longest_whole_tokens, other.longest_whole_tokens),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction between neighbours of a ring."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Seconds of one pack, forward and backward, on a group of d ranks.
+
+    T(d) = T_cp + T_cm - min(T_cpa, T_cma), where only attention computation hides only ring traffic::
+
+        T_cpa = pair_s * pairs / d                                   the quadratic term, (1 + η) in the pairs
+        T_cp  = T_cpa + (token_s * tokens + sample_s * samples) / d + pack_s
+        T_cm  = T_cma = (d - 1) * (kv_bytes_per_token * cut_tokens / d / bandwidth
+                                   + layers * passes * latency)      0 without cut samples
+
+    One thing is added: a sample that is never cut takes its own time however wide its group is, so no term
+    falls below that of the longest whole sample.
+
+    Attributes:
+        pair_s, token_s, sample_s, pack_s: seconds per attended pair, per token, per sample, per pack.
+        kv_bytes_per_token: what one cut token sends per ring step over a whole step, all layers: K and V
+            in every pass, and dK and dV in the backward pass.
+        layers, passes: the ring is walked layers x passes times (forward, recomputation, backward).
+        intra, inter: links inside a node and across nodes; a ring is as fast as its slowest link.
+
+    >>> link = Link(bytes_per_s=100.0, latency_s=0.5)
+    >>> cost = CostModel(1.0, 2.0, 3.0, 4.0, 10.0, 1, link, link, passes=1)
+    >>> load = Load(tokens=4, pairs=10, samples=1, cut_tokens=4)
+    >>> cost.task_s(load, 1)                # 10 + 2 * 4 + 3 + 4
+    25.0
+    >>> cost.task_s(load, 2)                # 5 + (8 + 3) / 2 + 4 + 0.7 - min(5, 0.7)
+    14.5
+    """
+
+    pair_s: float
+    token_s: float
+    sample_s: float
+    pack_s: float
+    kv_bytes_per_token: float
+    layers: int
+    intra: Link
+    inter: Link
+    passes: int = 2
+
+    def task_s(self, load: Load, degree: int, crosses_nodes: bool = False) -> float:
+        """Seconds of one pack at one degree; `crosses_nodes` if its ring uses links between nodes."""
+        link = self.inter if crosses_nodes else self.intra
+        counts = (load.tokens, load.pairs, load.samples, load.cut_tokens, load.longest_whole_tokens)
+        return float(self._seconds(*counts, degree, link.bytes_per_s, link.latency_s))
+
+    def times_s(self, load: Load, max_degree: int, ranks_per_node: int | None = None) -> Array:
+        """Seconds of one pack at degrees 1..max_degree; entry d - 1 is degree d.
+
+        Groups of up to `ranks_per_node` ranks (default: any) are taken to lie inside a node.
+        """
+        counts = (load.tokens, load.pairs, load.samples, load.cut_tokens, load.longest_whole_tokens)
+        table = self.table_s(np.array([counts], dtype=np.float64), max_degree, ranks_per_node)
+        return np.asarray(table[0])
+
+    def table_s(self, counts: Array, max_degree: int, ranks_per_node: int | None = None) -> Array:
+        """Seconds of K packs at degrees 1..max_degree, shape (K, max_degree).
+
+        Args:
+            counts: shape (K, 5), the fields of `Load` in their order.
+            max_degree: last degree.
+            ranks_per_node: as in `times_s`.
+        """
+        degree = np.arange(1, max_degree + 1)
+        crosses = degree > (ranks_per_node or max_degree)
+        bytes_per_s = np.where(crosses, self.inter.bytes_per_s, self.intra.bytes_per_s)
+        latency_s = np.where(crosses, self.inter.latency_s, self.intra.latency_s)
+        tokens, pairs, samples, cut_tokens, whole_tokens = counts.T[:, :, None]
+        table: Array = self._seconds(
+            tokens, pairs, samples, cut_tokens, whole_tokens, degree, bytes_per_s, latency_s
+        )
+        return table
+
+    def _seconds(
+        self,
+        tokens: Counts,
+        pairs: Counts,
+        samples: Counts,
+        cut_tokens: Counts,
+        whole_tokens: Counts,
+        degree: Counts,
+        bytes_per_s: Counts,
+        latency_s: Counts,
+    ) -> Counts:
+        """The formula; scalars for one pack, or arrays that broadcast."""
+        whole_pairs = whole_tokens * (whole_tokens + 1) / 2
+        attention = self.pair_s * np.maximum(pairs / degree, whole_pairs)
+        linear = self.token_s * np.maximum(tokens / degree, whole_tokens)
+        ring_step = self.kv_bytes_per_token * cut_tokens / degree / bytes_per_s
+        ring_step = ring_step + self.layers * self.passes * latency_s * (cut_tokens > 0)
+        communication = (degree - 1) * ring_step
+        # T_cpa + T_cm - min(T_cpa, T_cma), with T_cm = T_cma, is the larger of the two.
+        exposed = np.maximum(attention, communication)
+        return exposed + linear + self.sample_s * samples / degree + self.pack_s
+
+
+def cost_model(
+    shape: ModelShape, hardware: Hardware, *, checkpointing: bool = True, speed: float = 1.0
+) -> CostModel:
+    """Coefficients from counted FLOPs and named hardware.
+
+    Args:
+        shape: the model one rank runs.
+        hardware: what one rank is.
+        checkpointing: layers are recomputed in the backward pass, with their ring traffic.
+        speed: share of the hardware one rank gets, such as 0.5 when two ranks share a core.
+    """
+    rate = hardware.flops_per_s * speed
+    passes = 3 if checkpointing else 2
+    channels = 2 * shape.layers * shape.kv_heads * shape.head_dim  # K and V
+    return CostModel(
+        pair_s=flops_per_pair(shape, checkpointing=checkpointing) / (rate * hardware.attention_efficiency),
+        token_s=flops_per_token(shape, checkpointing=checkpointing) / (rate * hardware.matmul_efficiency),
+        sample_s=shape.layers * hardware.sample_overhead_s / speed,
+        pack_s=shape.layers * hardware.pack_overhead_s / speed,
+        kv_bytes_per_token=float(channels * (passes * hardware.element_bytes + _GRADIENT_BYTES)),
+        layers=shape.layers,
+        intra=Link(hardware.intra_bytes_per_s, hardware.intra_latency_s),
+        inter=Link(hardware.inter_bytes_per_s, hardware.inter_latency_s),
+        passes=passes,
+    )

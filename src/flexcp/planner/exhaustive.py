@@ -1,0 +1,70 @@
+"""The true lockstep optimum on tiny inputs, by trying everything; a yardstick for tests, not a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import numpy as np
+
+from flexcp.core.cluster import Cluster
+from flexcp.core.errors import ConfigError
+from flexcp.core.layout import make_layout
+from flexcp.core.sample import Sample
+from flexcp.cost.model import CostModel, Load
+from flexcp.planner.allocation import dynamic_programme
+
+MAX_SAMPLES, MAX_RANKS = 5, 4
+
+
+def optimum_s(samples: Sequence[Sample], cluster: Cluster, cost: CostModel, whole_below_tokens: int) -> float:
+    """Least makespan over all packings, wave splits and degrees; groups inside nodes where they can be.
+
+    Memory is judged by the layout itself. Infinite if no plan exists. Complexity: exponential.
+
+    Raises:
+        ConfigError: more than 5 samples or 4 ranks.
+    """
+    if len(samples) > MAX_SAMPLES or cluster.ranks > MAX_RANKS:
+        raise ConfigError(
+            f"{len(samples)} samples on {cluster.ranks} ranks are too many to try everything",
+            f"At most {MAX_SAMPLES} samples and {MAX_RANKS} ranks.",
+        )
+
+    @cache
+    def pack_table(pack: tuple[int, ...]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        load = sum((Load.of(samples[k], whole_below_tokens) for k in pack), Load())
+        table = cost.times_s(load, cluster.ranks, cluster.ranks_per_node)
+        for degree in range(1, cluster.ranks + 1):
+            layout = make_layout(tuple(samples[k] for k in pack), degree, whole_below_tokens)
+            if layout.max_rows > cluster.tokens_per_rank:
+                table[degree - 1] = np.inf
+        return table
+
+    @cache
+    def wave_s(members: tuple[int, ...]) -> float:
+        return min(_makespan_s([pack_table(pack) for pack in packs]) for packs in _partitions(members))
+
+    return min(sum(wave_s(wave) for wave in waves) for waves in _partitions(tuple(range(len(samples)))))
+
+
+def _makespan_s(tables: list[np.ndarray[tuple[int], np.dtype[np.float64]]]) -> float:
+    """Least makespan of the packs of one wave; infinite if they do not fit side by side."""
+    table_s = np.array(tables)
+    least = np.where(np.isfinite(table_s).any(axis=1), np.isfinite(table_s).argmax(axis=1) + 1, np.inf)
+    if least.sum() > table_s.shape[1]:
+        return float("inf")
+    degrees = np.array(dynamic_programme(table_s))
+    return float(table_s[np.arange(len(degrees)), degrees - 1].max())
+
+
+def _partitions(items: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
+    """All ways to split items into non-empty blocks."""
+    if not items:
+        yield []
+        return
+    first, rest = items[0], items[1:]
+    for blocks in _partitions(rest):
+        yield [(first,), *blocks]
+        for index, block in enumerate(blocks):
+            yield [*blocks[:index], (first, *block), *blocks[index + 1 :]]

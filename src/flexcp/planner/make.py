@@ -1,0 +1,116 @@
+"""From samples to a plan: the one call that everything above the planner uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from flexcp.core.cluster import Cluster
+from flexcp.core.errors import ConfigError, LengthsError, SampleTooLongError, UnknownNameError
+from flexcp.core.layout import DEFAULT_WHOLE_BELOW_TOKENS
+from flexcp.core.plan import Mode, Plan
+from flexcp.core.sample import Sample
+from flexcp.cost.model import CostModel
+from flexcp.planner.bounds import lower_bound_s
+from flexcp.planner.policies import flexcp, paper, static
+from flexcp.planner.problem import Assignment, Problem
+from flexcp.planner.timeline import schedule
+
+POLICIES: dict[str, Callable[[Problem], Assignment]] = {
+    "flexcp": flexcp.assign,
+    "paper": paper.assign,
+    "static": static.assign,
+}
+MODES: tuple[Mode, ...] = ("lockstep", "free-running")
+
+
+def make_plan(
+    samples: Sequence[Sample],
+    cluster: Cluster,
+    cost: CostModel,
+    *,
+    policy: str = "flexcp",
+    mode: Mode = "lockstep",
+    whole_below_tokens: int | None = None,
+) -> Plan:
+    """Plan one global batch. A pure function: same input, same plan, on every rank.
+
+    Args:
+        samples: the global batch; ids are unique.
+        cluster: ranks, nodes and tokens per rank.
+        cost: seconds of packs.
+        policy: a name of `POLICIES`.
+        mode: `lockstep` or `free-running`, see `core.plan.Plan`.
+        whole_below_tokens: samples shorter than this are never cut; at most half of the tokens per rank.
+            Default: 512, or half of the tokens per rank if that is less.
+
+    Raises:
+        SampleTooLongError: the longest sample needs more ranks than there are.
+        UnknownNameError: no such policy or mode.
+        ConfigError: `whole_below_tokens` out of range.
+        LengthsError: no samples.
+
+    >>> from flexcp.core.sample import samples_from_lengths
+    >>> from flexcp.cost.model import Link
+    >>> link = Link(1e6, 1e-3)
+    >>> cost = CostModel(1e-8, 1e-3, 0.0, 0.1, 2000.0, 1, link, link)
+    >>> plan = make_plan(samples_from_lengths([50_000, 6_000, 300]), Cluster(8, 8192), cost)
+    >>> [(task.samples, task.degree) for task in plan.tasks]
+    [((0,), 7), ((1, 2), 1)]
+    """
+    if policy not in POLICIES:
+        raise UnknownNameError("policy", policy, POLICIES)
+    if mode not in MODES:
+        raise UnknownNameError("mode", mode, MODES)
+    problem = _problem(samples, cluster, cost, mode, whole_below_tokens)
+    tasks = schedule(problem, POLICIES[policy](problem))
+    return Plan(
+        policy=policy,
+        mode=mode,
+        cluster=cluster,
+        whole_below_tokens=problem.whole_below_tokens,
+        samples=tuple(samples),
+        tasks=tasks,
+        bound_s=lower_bound_s(problem),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """`make_plan` with everything but the samples fixed; a value, so it can be sent to another process."""
+
+    cluster: Cluster
+    cost: CostModel
+    policy: str = "flexcp"
+    mode: Mode = "lockstep"
+    whole_below_tokens: int | None = None
+
+    def __call__(self, samples: Sequence[Sample]) -> Plan:
+        """Plan one global batch; see `make_plan`."""
+        return make_plan(
+            samples,
+            self.cluster,
+            self.cost,
+            policy=self.policy,
+            mode=self.mode,
+            whole_below_tokens=self.whole_below_tokens,
+        )
+
+
+def _problem(
+    samples: Sequence[Sample], cluster: Cluster, cost: CostModel, mode: Mode, whole_below_tokens: int | None
+) -> Problem:
+    if not samples:
+        raise LengthsError("there are no samples to plan", "Give at least one sample.")
+    longest = max(samples, key=lambda sample: sample.tokens)
+    if cluster.min_degree(longest.tokens) > cluster.ranks:
+        raise SampleTooLongError(longest.id, longest.tokens, cluster.tokens_per_rank, cluster.ranks)
+    most = cluster.tokens_per_rank // 2
+    if whole_below_tokens is None:
+        whole_below_tokens = min(DEFAULT_WHOLE_BELOW_TOKENS, most)
+    if not 0 <= whole_below_tokens <= most:
+        raise ConfigError(
+            f"whole_below_tokens is {whole_below_tokens}, with {cluster.tokens_per_rank} tokens per rank",
+            f"Choose 0 to {most}, half of the tokens per rank: longer samples must be free to be cut.",
+        )
+    return Problem.of(samples, cluster, cost, mode, whole_below_tokens)

@@ -1,0 +1,118 @@
+"""Policy `flexcp`, the default: plans the whole global batch at once, by time, within memory.
+
+Never worse than `paper` or `static`: their plans are candidates too.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexcp.planner.allocation import least_degrees, threshold
+from flexcp.planner.balance import Slot, fill, room_tokens
+from flexcp.planner.policies import paper, static
+from flexcp.planner.problem import Assignment, Pack, Problem, Wave
+from flexcp.planner.timeline import makespan_s, schedule
+
+# Wave counts tried from the least that memory allows, and how many of them are looked at closely.
+_WAVE_COUNTS = 10
+_CLOSE_LOOKS = 3
+# Targets tried, relative to the one at which rank-time is used up exactly.
+_TARGETS = (1.0, 0.97, 1.02, 1.05, 1.1, 1.2)
+# A sample that cannot meet the target takes the least degree within this factor of its best time.
+_NEAR_BEST = 1.05
+
+
+def assign(problem: Problem) -> Assignment:
+    """Choose wave count and target; give long samples degrees to meet it, fill up with short ones.
+
+    For a wave count W, the target is where the rank-time of all samples at their least degrees with
+    T <= target equals W·N·target. Groups go into waves by falling time; what room is left, on single ranks
+    and inside groups, is filled longest first. Then degrees inside each wave are made optimal exactly.
+
+    Complexity: O(waves · (K·N + K log K)).
+    """
+    candidates = [assignment for _, assignment in _search(problem)]
+    candidates += [paper.assign(problem), static.assign(problem)]
+    return min((c for c in candidates if c), key=lambda c: makespan_s(schedule(problem, c)))
+
+
+def _search(problem: Problem) -> list[tuple[float, Assignment]]:
+    """The best few assignments of this policy's own, each with its makespan before placement."""
+    first = max(1, -(-problem.tokens // problem.cluster.capacity_tokens))
+    counts = [w for w in range(first, first + _WAVE_COUNTS) if w <= len(problem.loads)]
+    rough = [(_attempt(problem, count, _TARGETS[0]), count) for count in counts]
+    ranked = sorted((made[0], count) for made, count in rough if made)[:_CLOSE_LOOKS]
+    found = [made for made, _ in rough if made]
+    for _, count in ranked:
+        found += [made for factor in _TARGETS[1:] if (made := _attempt(problem, count, factor))]
+    found.sort(key=lambda made: made[0])
+    return found[:_CLOSE_LOOKS]
+
+
+def _attempt(problem: Problem, num_waves: int, factor: float) -> tuple[float, Assignment] | None:
+    target_s = factor * _balanced_target_s(problem, num_waves)
+    table_s = problem.sample_table_s
+    degrees = _degrees(problem, target_s)
+    seconds = table_s[np.arange(len(degrees)), degrees - 1]
+    slots = _open_slots(problem, num_waves, target_s, degrees.tolist(), seconds.tolist())
+    if slots is None:
+        return None
+    singles = [k for k in range(len(degrees)) if degrees[k] == 1]
+    singles.sort(key=lambda k: (-problem.work_s[k], k))
+    if not fill([slot for wave in slots for slot in wave], singles, problem):
+        return None
+    waves = [[problem.pack(s.samples, s.degree) for s in wave if s.samples] for wave in slots]
+    assignment = tuple(_reallocate(wave, problem) for wave in waves if wave)
+    total_s = sum(max(problem.seconds(pack) for pack in wave) for wave in assignment)
+    return total_s, assignment
+
+
+def _balanced_target_s(problem: Problem, num_waves: int) -> float:
+    """Seconds per wave at which the samples' rank-time just fills `num_waves` waves; by bisection."""
+    table_s, rows = problem.sample_table_s, np.arange(len(problem.loads))
+    low = float(problem.work_s.sum()) / problem.ranks / num_waves
+    high = low + float(table_s.min(axis=1).max()) * len(problem.loads)
+    for _ in range(24):
+        middle = (low + high) / 2
+        degrees = _degrees(problem, middle)
+        wide = degrees > 1
+        area_s = float((table_s[rows, degrees - 1] * degrees)[wide].sum() + problem.work_s[~wide].sum())
+        if area_s <= num_waves * problem.ranks * (middle - problem.cost.pack_s):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _degrees(problem: Problem, target_s: float) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    table_s = problem.sample_table_s
+    return least_degrees(table_s, np.maximum(target_s, _NEAR_BEST * table_s.min(axis=1))[:, None])
+
+
+def _open_slots(
+    problem: Problem, num_waves: int, target_s: float, degrees: list[int], seconds: list[float]
+) -> list[list[Slot]] | None:
+    """One slot per group of a long sample, one per rank left over; None if the groups need more waves."""
+    waves: list[list[Slot]] = [[] for _ in range(num_waves)]
+    free, longest_s = [problem.ranks] * num_waves, [target_s] * num_waves
+    groups = sorted((k for k, d in enumerate(degrees) if d > 1), key=lambda k: (-seconds[k], -degrees[k], k))
+    for k in groups:
+        wave = next((w for w in range(num_waves) if free[w] >= degrees[k]), None)
+        if wave is None:
+            return None
+        free[wave] -= degrees[k]
+        longest_s[wave] = max(longest_s[wave], seconds[k])
+        room = room_tokens(problem, degrees[k]) - problem.loads[k].tokens
+        waves[wave].append(Slot(seconds[k], room, degrees[k], [k]))
+    single_room, pack_s = problem.cluster.tokens_per_rank, problem.cost.pack_s
+    for wave, slots in enumerate(waves):
+        slots += [Slot(pack_s, single_room, 1) for _ in range(free[wave])]
+        for slot in slots:
+            slot.filled_s -= longest_s[wave]  # least filled is then: most time left in its wave
+    return waves
+
+
+def _reallocate(wave: list[Pack], problem: Problem) -> Wave:
+    """Best degrees for the packs of a wave."""
+    degrees = threshold(problem.table_s([pack.load for pack in wave]))
+    return tuple(Pack(p.samples, p.load, d) for p, d in zip(wave, degrees, strict=True))
