@@ -19,13 +19,13 @@ from flexcp.core.errors import DataError
 from flexcp.train.data.columnar import Parquet, SavedDataset
 from flexcp.train.data.documents import Documents, JsonLines, Skipped, TextFiles, file_kind, find_files
 from flexcp.train.data.index import (
-    EMPTY,
-    NOT_TEXT,
     LengthIndex,
     Progress,
     build_index,
     load_index,
+    name_skipped,
     save_index,
+    skipped_by,
 )
 from flexcp.train.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
 
@@ -73,9 +73,8 @@ class TextDataset:
             )
         self.skipped: tuple[Skipped, ...] = (
             *documents.skipped,
-            *self._skip("not text", counts == NOT_TEXT),
-            *self._skip("empty", counts == EMPTY),
-            *self._skip(f"longer than {max_tokens} tokens", longer),
+            *skipped_by(documents, counts),
+            *name_skipped(documents, f"longer than {max_tokens} tokens", np.flatnonzero(longer)),
         )
         self._kept = np.flatnonzero((counts > 0) & ~longer)
         if not len(self._kept):
@@ -112,11 +111,6 @@ class TextDataset:
     def name(self, index: int) -> str:
         """What to call a sample in a message."""
         return self._documents.name(int(self._kept[index]))
-
-    def _skip(self, reason: str, mask: npt.NDArray[np.bool_]) -> tuple[Skipped, ...]:
-        found = np.flatnonzero(mask)
-        first = tuple(self._documents.name(int(i)) for i in found[:3])
-        return (Skipped(reason, len(found), first),) if len(found) else ()
 
     def _fingerprint(self, index: LengthIndex) -> str:
         # Without times and places: a copy on another machine is the same data set.

@@ -21,6 +21,9 @@ from flexcp.core.errors import DataError
 _CACHE_FOLDERS = frozenset({"__pycache__", "node_modules"})
 _CHUNK_BYTES = 1 << 24
 
+# How many of the things skipped are named.
+NAMED = 3
+
 
 class FileStamp(NamedTuple):
     """A file as it was when the documents were opened; `name` is relative to what was opened."""
@@ -37,11 +40,6 @@ class Skipped:
     reason: str
     count: int
     first: tuple[str, ...]
-
-    @classmethod
-    def of(cls, reason: str, names: Sequence[str]) -> tuple[Skipped, ...]:
-        """One record, or none where there is nothing to tell."""
-        return (cls(reason, len(names), tuple(names[:3])),) if names else ()
 
     def __str__(self) -> str:
         more = ", …" if self.count > len(self.first) else ""
@@ -187,7 +185,7 @@ def find_files(root: Path, pattern: str) -> FileSet:
             links.append(name)
         else:
             found.append((name, path))
-    skipped = Skipped.of("symbolic link", sorted(links))
+    skipped = (Skipped("symbolic link", len(links), tuple(sorted(links)[:NAMED])),) if links else ()
     if not found:
         told = "".join(f" ({note})" for note in skipped)
         raise DataError(f"no file in {root} matches {pattern!r}{told}", "Give another folder or pattern.")

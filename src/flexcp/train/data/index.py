@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcp.core.errors import DataError
-from flexcp.train.data.documents import Documents, FileStamp
+from flexcp.train.data.documents import NAMED, Documents, FileStamp, Skipped
 from flexcp.train.data.tokenizers import Tokenizer
 
 INDEX_SCHEMA = "flexcp.index/1"
@@ -76,6 +76,22 @@ def build_index(documents: Documents, tokenizer: Tokenizer, progress: Progress |
         if progress is not None:
             progress(done, total)
     return LengthIndex(lengths, documents.fingerprint(), tokenizer.fingerprint, documents.files)
+
+
+def skipped_by(documents: Documents, lengths: npt.NDArray[np.int64]) -> tuple[Skipped, ...]:
+    """Documents that give no sample, by reason."""
+    reasons = (("not text", NOT_TEXT), ("empty", EMPTY))
+    return tuple(
+        record
+        for reason, mark in reasons
+        for record in name_skipped(documents, reason, np.flatnonzero(lengths == mark))
+    )
+
+
+def name_skipped(documents: Documents, reason: str, found: npt.NDArray[np.int64]) -> tuple[Skipped, ...]:
+    """One record of the documents found, naming the first few; none where there are none."""
+    first = tuple(documents.name(int(i)) for i in found[:NAMED])
+    return (Skipped(reason, len(found), first),) if len(found) else ()
 
 
 def _batches(documents: Documents) -> Iterator[list[tuple[int, str | None]]]:
