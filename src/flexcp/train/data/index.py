@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,7 +160,8 @@ def load_index(path: Path, documents: Documents, tokenizer: Tokenizer) -> Length
 
 def _read(path: Path) -> LengthIndex:
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        # Opened here: np.load leaves a damaged file open.
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
             header = json.loads(stored["header"].tobytes())
             lengths = stored["lengths"].astype(np.int64)
         if header["schema"] != INDEX_SCHEMA:
@@ -172,7 +174,7 @@ def _read(path: Path) -> LengthIndex:
         return LengthIndex(lengths, header["documents"], header["tokenizer"], files)
     except FileNotFoundError:
         raise DataError(f"there is no length index {path}", "Build it first.") from None
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"the length index {path} is damaged ({type(error).__name__})", _REBUILD) from None
 
 
