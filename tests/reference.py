@@ -217,6 +217,11 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).abs().max() / want.abs().max())
 
 
+def relative_norm_error(got: Tensor, want: Tensor) -> float:
+    """Norm of the difference over the norm expected: steady where the largest of many is luck."""
+    return float((got.double() - want).norm() / want.norm())
+
+
 def attend_densely(q: Tensor, k: Tensor, v: Tensor, do: Tensor, samples: Sequence[Sample]) -> Attended:
     """The reference, in fp64 from the very values given."""
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
