@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install lint test test-all demo demo-short clean
+.PHONY: help install lint test test-all golden readme demo demo-short clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-17s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
 
 install: $(STAMP) ## make .venv with everything that training and development need
 
@@ -29,11 +29,18 @@ test: $(STAMP) ## the test suite (a few minutes on two cores)
 test-all: $(STAMP) ## also the long forms of tests
 	$(BIN)/pytest -m "not gpu"
 
+golden: $(STAMP) ## rewrite the agreed flags that tests compare with; read the difference
+	$(BIN)/python tests/unit/test_cli.py
+
+readme: $(STAMP) ## bring the README's picture, output and file tree up to date
+	$(BIN)/python docs/make_figures.py
+	$(BIN)/python docs/make_tree.py
+
 demo: $(STAMP) ## train a small model on 4 CPU ranks, on the Python sources of this interpreter
 	$(BIN)/flexcp train examples/demo.toml
 
 demo-short: $(STAMP) ## the same for a few steps
-	$(BIN)/flexcp train examples/demo.toml --set train.steps=3
+	$(BIN)/flexcp train examples/demo.toml --set run.steps=3
 
 clean: ## remove the environment, build outputs, caches and runs
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

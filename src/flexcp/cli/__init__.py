@@ -5,7 +5,6 @@ Nothing is decided here. Exit codes: 0 done, 1 the run failed, 2 the input canno
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from flexcp.core.errors import FlexCPError, InputError
+from flexcp.core.errors import FlexCPError, InputError, MissingExtraError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,7 +45,12 @@ class _Verbs(TyperGroup):
 
 def _load(verb: str) -> Any:
     """The command of one verb: the function of that name in the module of that name."""
-    function = getattr(import_module(f"flexcp.cli.{verb}"), verb)
+    try:
+        function = getattr(import_module(f"flexcp.cli.{verb}"), verb)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("flexcp"):
+            raise
+        raise MissingExtraError(error.name.split(".")[0], "train") from error
     single = typer.Typer(add_completion=False, rich_markup_mode="rich")
     single.command(name=verb, help=function.__doc__ or VERBS[verb])(function)
     return typer.main.get_command(single)
@@ -100,7 +104,3 @@ def _show(error: FlexCPError, console: Console) -> None:
     console.print(Text("error: ", "bold red").append(error.cause, "default"), highlight=False)
     if error.remedy:
         console.print(Text("   fix: ", "bold green").append(error.remedy, "default"), highlight=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

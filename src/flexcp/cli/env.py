@@ -7,7 +7,6 @@ import os
 import platform
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -70,10 +69,10 @@ def _memory_bytes() -> int | None:
 
 def _accelerator() -> str | None:
     """What torch would use; this is the one verb outside training that may import it."""
-    if find_spec("torch") is None:
+    try:
+        import torch
+    except ModuleNotFoundError:
         return None
-    import torch
-
     if not torch.accelerator.is_available():
         return None
     kind = torch.accelerator.current_accelerator()

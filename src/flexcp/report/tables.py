@@ -131,7 +131,7 @@ def _cells(outcome: Outcome, baseline: Outcome | None) -> tuple[str, ...]:
         f"{outcome.gap:.3f}",
         speed,
         format_count(outcome.waves),
-        format_degrees(outcome.degrees, most=6),
+        format_degrees(outcome.degrees, most=8),
         f"{outcome.idle_share:.1%}",
         f"{outcome.plan_ms:.0f} ms",
     )

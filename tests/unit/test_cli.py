@@ -1,0 +1,273 @@
+"""The command line as a user meets it: answers, exit codes, and the text of every error."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flexcp.cli import VERBS, _load, main
+from flexcp.core.errors import RunError
+
+LENGTHS = Path(__file__).parents[1] / "data" / "python_source_lengths_qwen.json"
+GOLDEN = Path(__file__).parents[1] / "golden"
+PLAN = ["plan", "--model", "qwen3-8b", "--hardware", "h100", "--ranks", "8"]
+
+
+@pytest.fixture
+def lengths(tmp_path):
+    """Writes a list of lengths and gives its path."""
+
+    def write(values: object) -> str:
+        path = tmp_path / "lengths.json"
+        path.write_text(values if isinstance(values, str) else json.dumps(values))
+        return str(path)
+
+    return write
+
+
+def flat(text: str) -> str:
+    """Line breaks depend on the width of the terminal."""
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "cause", "remedy"),
+    [
+        (
+            [100, 70_000],
+            ["--tokens-per-rank", "8192"],
+            "sample 1 has 70000 tokens; 8 ranks x 8192 tokens hold 65536",
+            "It fits on 9 ranks of this size; or raise the tokens per rank to 8750, or leave the sample out.",
+        ),
+        ([100], ["--model", "qwen3-8"], "unknown model 'qwen3-8'", "Did you mean 'qwen3-8b'?"),
+        ([100], ["--hardware", "h10"], "unknown hardware 'h10'", "Did you mean 'h100'?"),
+        ([100], ["--policy", "flexpc"], "unknown policy 'flexpc'", "Did you mean 'flexcp'?"),
+        ("", [], "lengths.json is empty", "Give at least one length."),
+        ([], [], "lengths.json holds no lengths", "Give at least one length."),
+        ([5, -3], [], "lengths.json, entry 1: -3 is not a length", "Lengths are whole numbers"),
+        ([5, 1.5], [], "lengths.json, entry 1: 1.5 is not a length", "at least 1"),
+        ([5], ["--tokens-per-rank", "0"], "tokens_per_rank is 0", "tokens_per_rank is at least 1."),
+        ([500], ["--tokens-per-rank", "1"], "8 ranks x 1 tokens hold 8", "It fits on 500 ranks"),
+        ([5], ["--hardware", "cpu"], "qwen3-8b leaves no memory for tokens on cpu", "Shard more"),
+        ([5], ["--ranks", "0"], "--ranks is 0", "--ranks is at least 1."),
+        ([5], ["--global-batch", "0"], "--global-batch is 0", "--global-batch is at least 1."),
+    ],
+)
+def test_input_errors_say_cause_and_remedy(lengths, capfd, values, options, cause, remedy):
+    """Exit code 2, one line of cause, one line of remedy, nothing else."""
+    code = main([*PLAN, lengths(values), *options])
+    out, err = capfd.readouterr()
+
+    assert code == 2
+    assert out == ""
+    assert [line.split()[0] for line in err.splitlines()] == ["error:", "fix:"]
+    assert cause in err
+    assert remedy in err
+
+
+def test_missing_file_suggests_its_neighbour(lengths, capfd):
+    """A typing error in a path is met with the nearest name."""
+    path = lengths([5])
+    code = main([*PLAN, path.replace("lengths", "lenghts")])
+
+    assert code == 2
+    assert f"Did you mean {path}?" in flat(capfd.readouterr().err)
+
+
+def test_unknown_verb_and_option_exit_2(capfd):
+    """The parser's own errors have the same code."""
+    assert main(["plam"]) == 2
+    assert "Did you mean 'plan'?" in flat(capfd.readouterr().err)
+    assert main(["plan", "--rank", "3"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"), [(RunError("a rank died", "look at it"), 1), (KeyboardInterrupt(), 130)]
+)
+def test_other_ends(monkeypatch, capfd, raised, code):
+    """A failed run exits 1, an interrupted one 130; neither shows a traceback."""
+
+    def fail() -> None:
+        raise raised
+
+    monkeypatch.setattr("flexcp.cli.env.collect", fail)
+
+    assert code == main(["env"])
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_broken_pipe_is_quiet():
+    """`flexcp plan … | head -1` ends without complaint."""
+    command = f"{sys.executable} -m flexcp plan {LENGTHS} --model qwen3-8b --ranks 64 --json | head -c 10"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True)
+
+    assert result.stdout.strip() == '{"schema":'
+    assert result.stderr == ""
+
+
+def test_plan_answers_in_two_seconds():
+    """2,500 lengths, 64 ranks, all policies, a fresh interpreter."""
+    command = [
+        sys.executable,
+        "-m",
+        "flexcp",
+        "plan",
+        str(LENGTHS),
+        "--model",
+        "qwen3-8b",
+        "--ranks",
+        "64",
+    ]
+    started = time.perf_counter()
+    result = subprocess.run(command, capture_output=True, text=True)
+    spent_s = time.perf_counter() - started
+
+    assert result.returncode == 0, result.stderr
+    assert all(name in result.stdout for name in ("static", "paper", "flexcp"))
+    assert spent_s < 6  # 2 s by itself; the machine that runs the suite may be busy
+
+
+def report(capfd, *arguments: str) -> dict:
+    """What `--json` prints."""
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capfd.readouterr().out)
+
+
+def test_json_has_the_documented_shape(capfd):
+    """Every key of docs/plan_report.md is there, and the numbers hang together."""
+    body = report(capfd, *PLAN, str(LENGTHS), "--ranks", "64", "--steps", "2")
+
+    assert list(body) == ["schema", "inputs", "coefficients", "verdict", "baseline", "policies"]
+    assert body["schema"] == "flexcp.plan-report/1"
+    assert body["inputs"]["samples"] == 2500
+    assert body["inputs"]["steps"] == 2
+    assert {"static", "paper", "flexcp"} <= set(body["policies"])
+    for policy in body["policies"].values():
+        keys = {"step_s", "bound_s", "gap", "speed", "plan_ms", "waves", "degrees", "idle_share", "steps"}
+        assert keys == set(policy)
+        assert policy["gap"] == pytest.approx(policy["step_s"] / policy["bound_s"])
+        assert policy["gap"] >= 1
+        assert len(policy["steps"]) == 2
+
+
+def test_seed_decides_which_samples_are_drawn(capfd):
+    """Same seed, same plans; another seed, other plans."""
+    arguments = [*PLAN, str(LENGTHS), "--ranks", "64", "--policy", "flexcp"]
+    first, again, other = (
+        report(capfd, *arguments, "--seed", seed)["policies"]["flexcp"]["steps"] for seed in ("1", "1", "2")
+    )
+
+    assert first[0]["digest"] == again[0]["digest"] != other[0]["digest"]
+
+
+def test_out_writes_every_task(lengths, tmp_path, capfd):
+    """Each sample is in exactly one task of each policy; times can be added up by hand."""
+    values = [40_000, 300, 2_000, 9_000, 100, 1]
+    out, svg = tmp_path / "plan.json", tmp_path / "plan.svg"
+    code = main([*PLAN, lengths(values), "--tokens-per-rank", "8192", "--out", str(out), "--svg", str(svg)])
+    body = json.loads(out.read_text())
+
+    assert code == 0, capfd.readouterr().err
+    assert svg.read_text().startswith("<svg")
+    for policy in body["policies"].values():
+        tasks = policy["steps"][0]["tasks"]
+        placed = {i: t for task in tasks for i, t in zip(task["samples"], task["tokens"], strict=True)}
+        assert dict(enumerate(values)) == placed
+        assert {"samples", "tokens", "ranks", "wave", "start_s", "end_s"} == set(tasks[0])
+        assert policy["step_s"] == max(task["end_s"] for task in tasks)
+
+
+def test_tokens_per_rank_comes_from_memory(lengths, capfd):
+    """Without the option E follows from model, device and ranks."""
+    body = report(capfd, *PLAN, lengths([100] * 16), "--ranks", "64")
+
+    assert body["inputs"]["tokens_per_rank"] > 4096
+
+
+def test_equal_lengths_are_not_worth_it(lengths, capfd):
+    """Where nothing can be gained the verdict says so."""
+    body = report(capfd, *PLAN, lengths([2048] * 64))
+
+    assert body["verdict"].startswith("Not worth adopting here")
+
+
+def test_long_tail_is_worth_it(capfd):
+    """The real long tail has a verdict with a number."""
+    body = report(capfd, *PLAN, str(LENGTHS), "--ranks", "64", "--tokens-per-rank", "8192")
+
+    assert re.match(r"flexcp takes .* the speed of the best static layout", body["verdict"])
+    assert body["policies"]["flexcp"]["speed"] > 1.03
+
+
+def test_current_cp_is_the_baseline(lengths, capfd):
+    """The layout in use, not the best one, is what the user would change."""
+    body = report(capfd, *PLAN, lengths([30_000, 500, 500, 700, 4_000]), "--current-cp", "4")
+
+    assert body["baseline"] == "static cp=4"
+    assert body["policies"]["static cp=4"]["speed"] == 1
+    assert {"4"} == set(body["policies"]["static cp=4"]["degrees"])
+
+
+def test_a_layout_that_cannot_serve_says_why(lengths, capfd):
+    """Degree 2 of 8192 tokens a rank does not hold 30,000."""
+    arguments = [*PLAN, lengths([30_000, 500]), "--current-cp", "2", "--tokens-per-rank", "8192"]
+    refusal = report(capfd, *arguments)["policies"]["static cp=2"]["refusal"]
+
+    assert "30000" in refusal
+    assert main(arguments) == 0
+    assert "cannot serve" in flat(capfd.readouterr().out)
+
+
+def test_env_lists_what_is_missing(capfd, monkeypatch):
+    """A package that is not there is named with the command that installs it."""
+    facts = {
+        "python": "3.11.0",
+        "packages": {"flexcp": "0.1.0", "torch": None},
+        "system": "Linux",
+        "cores": 2,
+        "memory_bytes": 2**33,
+        "accelerator": None,
+    }
+    monkeypatch.setattr("flexcp.cli.env.collect", lambda: facts)
+
+    assert main(["env"]) == 0
+    assert "not installed: pip install 'flexcp[train]'" in flat(capfd.readouterr().out)
+
+
+def described(verb: str) -> str:
+    """Every argument and option of a verb, free of how the help happens to be drawn."""
+    command = _load(verb)
+    lines = [f"flexcp {verb}: {command.help.splitlines()[0]}"]
+    panel = None
+    for parameter in command.params:
+        if parameter.rich_help_panel != panel:
+            panel = parameter.rich_help_panel
+            lines.append(f"[{panel}]")
+        shown_default = (
+            parameter.show_default if isinstance(parameter.show_default, str) else parameter.default
+        )
+        state = "required" if parameter.required else f"default {shown_default}"
+        lines.append(f"  {' '.join(parameter.opts)} ({state}): {parameter.help}")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_flags_are_as_agreed(verb):
+    """Flags are an interface: a change shows up in tests/golden and is meant (`make golden`)."""
+    assert described(verb) == (GOLDEN / f"help_{verb}.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("verb", ["", *VERBS])
+def test_help_is_drawn(verb, capfd):
+    """Every verb explains itself."""
+    assert main([verb, "--help"] if verb else ["--help"]) == 0
+    assert "Usage: flexcp" in capfd.readouterr().out
+
+
+if __name__ == "__main__":
+    for name in VERBS:
+        (GOLDEN / f"help_{name}.txt").write_text(described(name), encoding="utf-8")

@@ -1,0 +1,119 @@
+"""Tables and drawings of plans: right numbers, readable without colour, well-formed SVG."""
+
+import io
+import re
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from flexcp.core.cluster import Cluster
+from flexcp.core.plan import Plan, Task
+from flexcp.core.sample import samples_from_lengths
+from flexcp.report.tables import Outcome, format_ranks, plan_table, policy_table
+from flexcp.report.timeline import plan_svg, plan_timeline
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture
+def plan() -> Plan:
+    """Five ranks, two waves: degree 3 beside two of 1, then degree 4 with a rank left idle."""
+    tasks = (
+        Task((0,), (0, 1, 2), 0, 0.0, 2.0),
+        Task((1,), (3,), 0, 0.0, 2.0),
+        Task((2,), (4,), 0, 0.0, 1.0),
+        Task((3, 4), (0, 1, 3, 4), 1, 2.0, 4.0),
+    )
+    samples = samples_from_lengths([3000, 900, 500, 1500, 1200])
+    return Plan("flexcp", "lockstep", Cluster(5, 1024, ranks_per_node=4), 512, samples, tasks, bound_s=3.2)
+
+
+def rendered(renderable: object, *, width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def test_plain_timeline_shows_degrees_and_idle_time(plan):
+    """Without colour each cell is the degree of the task; idle time is a dot."""
+    lines = plan_timeline(plan, width=19, colour=False).plain.splitlines()
+
+    assert lines[0] == "0 3333333344444444"
+    assert lines[2] == "2 33333333········"
+    assert lines[4] == "4 1111····44444444"
+    assert re.fullmatch(r" +0 +2\.00 s *4\.00 s", lines[5])
+
+
+def test_colour_timeline_has_two_ranks_a_row(plan):
+    """Half blocks: five ranks are three rows, and every cell carries a colour."""
+    text = plan_timeline(plan, width=19, colour=True)
+    rows = [line for line in text.plain.splitlines() if "▀" in line]
+
+    assert [row.split()[0] for row in rows] == ["0", "2", "4"]
+    assert len(text.spans) >= 3 * 16
+
+
+def test_timeline_thins_out_ranks_beyond_its_rows(plan):
+    """A thousand ranks still fit on a screen."""
+    wide = Plan("flexcp", "lockstep", Cluster(1024, 1024), 512, plan.samples, plan.tasks, 3.2)
+
+    assert len(plan_timeline(wide, rows=16, colour=False).plain.splitlines()) == 16 + 2
+
+
+def test_svg_is_well_formed_and_complete(plan):
+    """One box per task and run of neighbouring ranks, each with a tooltip; dark mode by media query."""
+    root = ElementTree.fromstring(plan_svg(plan))
+    boxes = [box for box in root.iter(f"{SVG}rect") if box.get("class", "").startswith("task")]
+
+    assert len(boxes) == 5  # ranks 0, 1 and 3, 4 of the last task are two boxes
+    assert all(box.find(f"{SVG}title") is not None for box in boxes)
+    assert "degree 4 on ranks 0–1, 3–4" in boxes[-1].find(f"{SVG}title").text
+    assert "prefers-color-scheme: dark" in root.find(f"{SVG}style").text
+    assert not re.search(r"(href|src|url)\s*[=(]", plan_svg(plan))
+
+
+def test_svg_boxes_stay_inside_the_page(plan):
+    """No box leaves the drawing area."""
+    root = ElementTree.fromstring(plan_svg(plan))
+    width = float(root.get("viewBox").split()[2])
+
+    for box in root.iter(f"{SVG}rect"):
+        if box.get("class", "").startswith("task"):
+            assert 0 < float(box.get("x")) <= float(box.get("x")) + float(box.get("width")) < width
+
+
+def test_policy_table_keeps_policies_that_cannot_serve(plan):
+    """A refusal is a row with its reason, never a missing row."""
+    slow = Outcome("static", (plan,), plan_ms=3.0)
+    refusing = Outcome("ulysses", refusal="needs degree 37, heads allow 8")
+    text = rendered(policy_table([slow, refusing], slow))
+
+    assert "needs degree 37, heads allow 8" in text
+    assert "1×2 3×1 4×1" in text
+    assert "1.250" in text  # the gap, 4 / 3.2
+    assert "1.00×" in text
+
+
+def test_outcome_averages_over_steps(plan):
+    """Two equal steps look like one."""
+    once, twice = Outcome("flexcp", (plan,)), Outcome("flexcp", (plan, plan))
+
+    assert twice.step_s == once.step_s == 4.0
+    assert twice.idle_share == pytest.approx(once.idle_share) == pytest.approx(plan.idle_share)
+    assert twice.waves == 2
+    assert twice.degrees == {1: 4, 3: 2, 4: 2}
+
+
+def test_plan_table_names_the_widest_tasks(plan):
+    """Widest first, ranks shortened, the rest counted."""
+    text = rendered(plan_table(plan, most=1))
+
+    assert "0–1, 3–4" in text
+    assert "2,700" in text
+    assert "3 smaller tasks not shown" in text
+
+
+def test_ranks_in_ring_order_are_shown_as_a_set():
+    """The ring may run across nodes in any order; people look for which ranks."""
+    assert format_ranks((9, 4, 3, 2)) == "2–4, 9"
