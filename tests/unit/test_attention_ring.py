@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flexcp.attention import kernel_for, ring_attention, ring_traffic_bytes
 from flexcp.attention.ring import ring_forward
-from flexcp.attention.traffic import make_route
+from flexcp.attention.route import make_route
 from flexcp.core.layout import Layout, make_layout
 from flexcp.core.sample import Sample, samples_from_lengths
 

@@ -3,6 +3,6 @@
 from flexcp.attention.exchange import Exchange, Pending
 from flexcp.attention.kernels import Kernel, kernel_for
 from flexcp.attention.ring import ring_attention
-from flexcp.attention.traffic import Traffic, ring_traffic_bytes
+from flexcp.attention.route import Traffic, ring_traffic_bytes
 
 __all__ = ["Exchange", "Kernel", "Pending", "Traffic", "kernel_for", "ring_attention", "ring_traffic_bytes"]

@@ -1,7 +1,7 @@
 """Ring attention over the pack of one group: exact, any degree, any lengths, no padding.
 
 The order of messages and the autograd function; what is attended is in `masks`, who is whose neighbour in
-`traffic`, the arithmetic of a tile in `kernels`. Shapes: T local rows, C <= T of them cut, R rows of a block
+`route`, the arithmetic of a tile in `kernels`. Shapes: T local rows, C <= T of them cut, R rows of a block
 under way, Hq query heads, Hk key/value heads, D width of a head.
 """
 
@@ -18,7 +18,7 @@ from flexcp.attention.exchange import Exchange, Pending
 from flexcp.attention.kernels import Kernel, kernel_for
 from flexcp.attention.masks import Tile
 from flexcp.attention.merge import accumulator_dtype, merge_
-from flexcp.attention.traffic import Route, make_route
+from flexcp.attention.route import Route, make_route
 from flexcp.core.errors import InputError
 from flexcp.core.layout import Layout
 

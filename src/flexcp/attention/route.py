@@ -1,4 +1,4 @@
-"""How a member's ring runs and how many bytes it sends; values only, nothing is sent here."""
+"""Who passes what to whom around one ring, and how many bytes that is; values only, nothing is sent here."""
 
 from __future__ import annotations
 
