@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from flexcp.core.errors import DataError
-from flexcp.train.data import ByteTokenizer, epoch_order, global_batch, open_dataset, train_bpe
+from flexcp.runtime.order import epoch_order, global_batch
+from flexcp.train.data import ByteTokenizer, open_dataset, train_bpe
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 

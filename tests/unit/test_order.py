@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcp.core.errors import ConfigError
-from flexcp.train.data.order import epoch_order, global_batch
+from flexcp.runtime.order import epoch_order, global_batch
 
 counts = st.integers(1, 60)
 
@@ -47,7 +47,7 @@ def test_resume_needs_only_the_step():
 
 def test_the_order_is_the_same_in_another_process_and_forever():
     """The literal pins the stream: a change would reorder the data of every run that resumes."""
-    code = "from flexcp.train.data.order import epoch_order; print(epoch_order(8, 42, 3).tolist())"
+    code = "from flexcp.runtime.order import epoch_order; print(epoch_order(8, 42, 3).tolist())"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == str(epoch_order(8, 42, 3).tolist()) == "[0, 6, 5, 1, 3, 7, 4, 2]"
 

@@ -1,11 +1,10 @@
-"""Text on disk to samples in memory: documents, tokenizers, the length index, and the order of samples.
+"""Text on disk to samples in memory: documents, tokenizers, the length index.
 
 No torch here: the launcher and `flexcp lengths` read data on machines that have none.
 """
 
 from flexcp.train.data.dataset import TextDataset, open_dataset, open_documents, open_tokenizer
 from flexcp.train.data.documents import Documents, Skipped
-from flexcp.train.data.order import epoch_order, global_batch
 from flexcp.train.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, train_bpe
 
 __all__ = [
@@ -15,8 +14,6 @@ __all__ = [
     "Skipped",
     "TextDataset",
     "Tokenizer",
-    "epoch_order",
-    "global_batch",
     "open_dataset",
     "open_documents",
     "open_tokenizer",

@@ -126,6 +126,7 @@ def open_dataset(
     *,
     tokenizer: str | Path = "bytes",
     pattern: str = ANY_FILE,
+    exclude: Sequence[str] = (),
     text_column: str = "text",
     index_dir: str | Path | None = None,
     max_tokens: int | None = None,
@@ -139,6 +140,7 @@ def open_dataset(
         path: see `open_documents`.
         tokenizer: see `open_tokenizer`.
         pattern: which files of a folder to read.
+        exclude: names of files and folders to leave out (see `find_files`).
         text_column: key or column that holds the text.
         index_dir: where to keep the index; None is `.flexcp` beside the data.
         max_tokens: see `TextDataset`.
@@ -150,9 +152,9 @@ def open_dataset(
         DataError: the data cannot be read, or changed since its index was built.
         MissingExtraError: a library for this kind of data is not installed.
     """
-    documents = open_documents(path, pattern=pattern, text_column=text_column)
+    documents = open_documents(path, pattern=pattern, exclude=exclude, text_column=text_column)
     loaded = open_tokenizer(tokenizer)
-    file = index_path(path, str(tokenizer), pattern, text_column, index_dir)
+    file = index_path(path, [str(tokenizer), pattern, text_column, *exclude], index_dir)
     if rebuild or not file.exists():
         index = build_index(documents, loaded, progress)
         save_index(index, file)
@@ -166,7 +168,9 @@ def open_tokenizer(tokenizer: str | Path) -> Tokenizer:
     return ByteTokenizer() if str(tokenizer) == "bytes" else FileTokenizer(tokenizer)
 
 
-def open_documents(path: str | Path, *, pattern: str = ANY_FILE, text_column: str = "text") -> Documents:
+def open_documents(
+    path: str | Path, *, pattern: str = ANY_FILE, exclude: Sequence[str] = (), text_column: str = "text"
+) -> Documents:
     """Find out what kind of data a path holds.
 
     A folder is what `save_to_disk` wrote, or else what all its matching files are: .parquet, .jsonl, or
@@ -188,11 +192,11 @@ def open_documents(path: str | Path, *, pattern: str = ANY_FILE, text_column: st
         )
     if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
         return SavedDataset(root, text_column)
-    return _open_files(root, pattern, text_column)
+    return _open_files(root, pattern, exclude, text_column)
 
 
-def _open_files(root: Path, pattern: str, text_column: str) -> Documents:
-    found = find_files(root, pattern)
+def _open_files(root: Path, pattern: str, exclude: Sequence[str], text_column: str) -> Documents:
+    found = find_files(root, pattern, exclude)
     kinds = sorted({file_kind(path) for path in found.paths})
     if len(kinds) > 1:
         raise DataError(
@@ -208,12 +212,9 @@ def _open_files(root: Path, pattern: str, text_column: str) -> Documents:
             return TextFiles(found)
 
 
-def index_path(
-    path: str | Path, tokenizer: str, pattern: str, text_column: str, index_dir: str | Path | None = None
-) -> Path:
+def index_path(path: str | Path, options: Sequence[str], index_dir: str | Path | None = None) -> Path:
     """Where the index of these options is kept; other options have another file."""
     root = Path(path)
-    options: Sequence[str] = (tokenizer, pattern, text_column)
     if index_dir is None:
         folder = (root if root.is_dir() else root.parent) / ".flexcp"
     else:

@@ -10,6 +10,7 @@ import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import NamedTuple, Protocol
 
@@ -158,8 +159,13 @@ class JsonLines:
 # ------------------------------------------------------------------------- shared by all the readers
 
 
-def find_files(root: Path, pattern: str) -> FileSet:
+def find_files(root: Path, pattern: str, exclude: Sequence[str] = ()) -> FileSet:
     """Files of a folder that match, sorted by name; a file is a folder of one.
+
+    Args:
+        root: folder or file.
+        pattern: which files of a folder.
+        exclude: names, as shell patterns, of files and folders to leave out, wherever they are.
 
     Hidden files and folders, `__pycache__` and `node_modules` are never data. A link to a text file is
     passed over, and so is all below a linked folder: they would repeat documents. A linked data file is
@@ -178,6 +184,8 @@ def find_files(root: Path, pattern: str) -> FileSet:
     for path in root.glob(pattern):
         parts = path.relative_to(root).parts
         if any(part.startswith(".") or part in _CACHE_FOLDERS for part in parts) or not path.is_file():
+            continue
+        if any(fnmatchcase(part, unwanted) for part in parts for unwanted in exclude):
             continue
         name = "/".join(parts)
         linked_text = path.is_symlink() and file_kind(path) == "text"

@@ -1,0 +1,1 @@
+"""Hosts that FlexCP runs inside; each integration has the same file names."""

@@ -1,0 +1,1 @@
+"""Executes plans: starts ranks, moves messages, feeds batches, steps the optimizer (torch)."""

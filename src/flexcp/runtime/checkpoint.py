@@ -1,0 +1,122 @@
+"""Checkpoints that are either whole or not there: written aside, then renamed.
+
+Weights and optimizer states go through torch.distributed.checkpoint, so they can be read by any number of
+ranks; what else a run needs is one small JSON file beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from flexcp.core.errors import CheckpointError
+from flexcp.runtime.transport import peers_in_reach
+
+_STATE = "flexcp.json"
+_SCHEMA = "flexcp.checkpoint/1"
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    keep: int,
+) -> Path:
+    """Write `folder/step-<step>`, then remove all but the `keep` newest. Called by all ranks.
+
+    Raises:
+        CheckpointError: it could not be written (a full disk, say); older checkpoints are untouched.
+    """
+    target = folder / f"step-{step:08d}"
+    aside = target.with_suffix(".tmp")
+    first = dist.get_rank() == 0
+    if first:
+        shutil.rmtree(aside, ignore_errors=True)
+    trouble = ""
+    try:
+        dist.barrier()
+        aside.mkdir(parents=True, exist_ok=True)
+        weights, optimizer_state = get_state_dict(model, optimizer)
+        save({"model": weights, "optimizer": optimizer_state}, checkpoint_id=aside)
+        if first:
+            (aside / _STATE).write_text(json.dumps({"schema": _SCHEMA, "step": step, **state}))
+            shutil.rmtree(target, ignore_errors=True)
+            aside.rename(target)
+    except Exception as error:
+        trouble = _first_line(error)
+    _agree(trouble, step, aside)
+    if first:
+        for old in checkpoints(folder)[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Read a checkpoint into model and optimizer; returns the `state` it was saved with. All ranks call it.
+
+    Raises:
+        CheckpointError: not a checkpoint, another version, or weights of another shape.
+    """
+    state = read_state(path)
+    weights, optimizer_state = get_state_dict(model, optimizer)
+    loaded: dict[str, Any] = {"model": weights, "optimizer": optimizer_state}
+    try:
+        load(loaded, checkpoint_id=path)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} does not fit this model: {_first_line(error)}",
+            "Resume with the config it was made with.",
+        ) from error
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    return state
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The JSON part of a checkpoint."""
+    try:
+        state: dict[str, Any] = json.loads((path / _STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a FlexCP checkpoint ({error})") from error
+    if state.get("schema") != _SCHEMA:
+        raise CheckpointError(f"{path} has schema {state.get('schema')!r}; this version reads {_SCHEMA!r}")
+    return state
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints in `folder`, oldest first."""
+    return sorted(path.parent for path in folder.glob(f"step-????????/{_STATE}"))
+
+
+def _agree(trouble: str, step: int, aside: Path) -> None:
+    """One rank's failed write fails the checkpoint on all ranks, and leaves nothing behind."""
+    troubles: list[Any] = [None] * dist.get_world_size()
+    with peers_in_reach("a checkpoint"):
+        dist.all_gather_object(troubles, trouble)
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(troubles) if text]
+    if failed:
+        if dist.get_rank() == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise CheckpointError(
+            f"the checkpoint of step {step} could not be written: {failed[0]}",
+            "Older checkpoints are untouched. Make room, then resume from the newest one.",
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    """The root cause in one line; torch wraps what went wrong on each rank."""
+    inner = getattr(error, "failures", None)
+    if inner:
+        wrapped = next(iter(inner.values()))
+        error = wrapped[0] if isinstance(wrapped, tuple) else wrapped
+    return f"{type(error).__name__}: {error}".splitlines()[0]

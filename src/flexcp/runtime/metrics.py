@@ -1,0 +1,49 @@
+"""What one step did, in numbers that a person reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """The same on every rank.
+
+    Attributes:
+        step: index of the step, from 0.
+        loss: mean over the supervised tokens of the global batch.
+        grad_norm: global 2-norm before clipping; NaN when gradients were not clipped.
+        tokens, supervised_tokens: of the global batch.
+        degrees: number of tasks per degree.
+        predicted_s, bound_s: makespan of the plan and its bound.
+        measured_s: time of the slowest rank from its first task to the end of its last.
+        step_s: wall time of the whole step, everything included.
+        plan_s: time spent planning it, hidden or not.
+        exposed_s: time this step waited for its plan and its data (slowest rank).
+        idle_share: share of rank-time between the first task and the end of the last on the slowest rank
+            in which a rank had nothing to run.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens: int
+    supervised_tokens: int
+    degrees: dict[int, int]
+    predicted_s: float
+    bound_s: float
+    measured_s: float
+    step_s: float
+    plan_s: float
+    exposed_s: float
+    idle_share: float
+
+    @property
+    def gap(self) -> float:
+        """Predicted makespan over its bound."""
+        return self.predicted_s / self.bound_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the global batch over the wall time of the step."""
+        return self.tokens / self.step_s

@@ -1,0 +1,154 @@
+"""Everything a training run can be told, as typed values; read from TOML and `--set key=value`."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from flexcp.core.errors import ConfigError, UnknownNameError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelSection(_Section):
+    """A model with random weights, by shape or by a transformers config."""
+
+    config: Path | None = Field(default=None, description="folder or config.json of a transformers model")
+    architecture: Literal["qwen3", "llama"] = Field(default="qwen3", description="when config is not given")
+    hidden: int = Field(default=128, ge=1)
+    layers: int = Field(default=4, ge=1)
+    heads: int = Field(default=4, ge=1)
+    kv_heads: int = Field(default=2, ge=1)
+    head_dim: int = Field(default=32, ge=1)
+    intermediate: int = Field(default=384, ge=1)
+    tied: bool = True
+
+
+class DataSection(_Section):
+    """What to train on; see `flexcp.train.data`."""
+
+    path: str = Field(default="@stdlib", description="folder, file, or @stdlib: this Python's own sources")
+    pattern: str = Field(default="**/*", description="files of a folder")
+    exclude: tuple[str, ...] = Field(default=(), description="names of files and folders to leave out")
+    text_column: str = "text"
+    tokenizer: str = Field(default="bytes", description="bytes, bpe:<vocab> (trained on the data), or a file")
+    index_dir: Path | None = Field(default=None, description="of the length index; unset: beside the data")
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="longest sample; unset: what the ranks hold"
+    )
+    too_long: Literal["error", "skip"] = "error"
+    eval_samples: int = Field(default=0, ge=0, description="samples held out for evaluation")
+
+
+class ParallelSection(_Section):
+    """How the work is spread."""
+
+    nproc: int = Field(default=1, ge=1, description="local ranks, when not started by torchrun")
+    sharding: Literal["ddp", "fsdp2"] = "fsdp2"
+    policy: str = "flexcp"
+    hardware: str = "cpu"
+    tokens_per_rank: int | None = Field(default=None, ge=1, description="unset: from the hardware's memory")
+    ranks_per_node: int = Field(default=8, ge=1)
+    whole_below_tokens: int | None = Field(default=None, ge=0, description="shorter samples are never cut")
+
+
+class OptimizerSection(_Section):
+    """AdamW, linear warm-up, cosine decay."""
+
+    lr: float = Field(default=3e-4, gt=0)
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    warmup_steps: int = Field(default=0, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip_norm: float | None = Field(default=1.0, gt=0)
+
+
+class RunSection(_Section):
+    """How long, how often, where."""
+
+    folder: Path = Path("runs/default")
+    steps: int = Field(default=100, ge=1)
+    global_batch: int = Field(default=32, ge=1)
+    seed: int = Field(default=0, ge=0)
+    dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
+    gradient_checkpointing: bool = False
+    eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0: only at the end")
+    checkpoint_every: int = Field(
+        default=0, ge=0, description="steps between checkpoints; 0: only at the end"
+    )
+    keep_checkpoints: int = Field(default=2, ge=1)
+    timeout_s: float = Field(default=600.0, gt=0, description="a rank that is silent for longer ends the run")
+
+
+class TrainConfig(_Section):
+    """A whole run."""
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    parallel: ParallelSection = ParallelSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    run: RunSection = RunSection()
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read a TOML file and apply `section.key=value` overrides.
+
+    Raises:
+        ConfigError: not TOML, a wrong value; the key is named.
+        UnknownNameError: an unknown key; the nearest is suggested.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist", "Give the path of a run file (TOML).") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} is not a TOML file: {error}", "See examples/demo.toml.") from error
+    for override in overrides:
+        _apply(raw, override)
+    _check_keys(raw, TrainConfig, "")
+    try:
+        return TrainConfig.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(
+            f"{key} = {first['input']!r}: {first['msg']}", f"Mend it in {path} or with --set."
+        ) from None
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    section, dot, name = key.strip().partition(".")
+    if not separator or not dot:
+        raise ConfigError(f"--set {override!r} is not section.key=value", "For example --set run.steps=10")
+    raw.setdefault(section, {})[name] = _value(text.strip())
+
+
+def _value(text: str) -> Any:
+    """A TOML value where it reads as one, else the text itself."""
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _check_keys(raw: dict[str, Any], section: type[BaseModel], prefix: str) -> None:
+    known = {f"{prefix}{name}" for name in section.model_fields}
+    for name, value in raw.items():
+        if f"{prefix}{name}" not in known:
+            raise UnknownNameError("key", f"{prefix}{name}", known)
+        inner = section.model_fields[name].annotation
+        if isinstance(value, dict) and isinstance(inner, type) and issubclass(inner, BaseModel):
+            _check_keys(value, inner, f"{prefix}{name}.")
+
+
+def to_json(config: TrainConfig) -> str:
+    """The resolved run, as written into the run folder."""
+    return json.dumps(config.model_dump(mode="json"), indent=2)

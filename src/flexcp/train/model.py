@@ -1,0 +1,65 @@
+"""Builds the model of a run: random weights, from a shape or a transformers config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from flexcp.core.errors import ConfigError
+from flexcp.train.config import ModelSection, RunSection
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+_CONFIGS: dict[str, Any] = {"qwen3": Qwen3Config, "llama": LlamaConfig}
+
+
+def model_config(section: ModelSection, vocab: int, max_tokens: int) -> Any:
+    """The transformers config; `vocab` and `max_tokens` come from the data and the cluster."""
+    if section.config is not None:
+        try:
+            config = AutoConfig.from_pretrained(str(section.config))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"model.config {section.config}: {str(error).splitlines()[0]}",
+                "Give a folder with a config.json.",
+            ) from error
+        if config.vocab_size < vocab:
+            raise ConfigError(
+                f"the tokenizer has {vocab} tokens, the model's vocabulary only {config.vocab_size}",
+                "Use the tokenizer that belongs to the model.",
+            )
+        return config
+    return _CONFIGS[section.architecture](
+        vocab_size=vocab,
+        hidden_size=section.hidden,
+        num_hidden_layers=section.layers,
+        num_attention_heads=section.heads,
+        num_key_value_heads=section.kv_heads,
+        head_dim=section.head_dim,
+        intermediate_size=section.intermediate,
+        max_position_embeddings=max_tokens,
+        tie_word_embeddings=section.tied,
+    )
+
+
+def build_model(config: Any, run: RunSection, device: torch.device) -> nn.Module:
+    """The same random weights on every rank.
+
+    Weights stay in fp32 under `bf16`: the computation is low precision, the optimizer's copy is not.
+    """
+    torch.manual_seed(run.seed)
+    model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model.to(device=device, dtype=torch.float64 if run.dtype == "fp64" else torch.float32)
+    if run.gradient_checkpointing:
+        # Reentrant checkpointing would run the ring's backward before its recomputation on some ranks.
+        model.gradient_checkpointing_enable(  # type: ignore[operator]
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+    return model.train()
+
+
+def compute_dtype(run: RunSection) -> torch.dtype:
+    """Dtype of matrix products and activations."""
+    return _DTYPES[run.dtype]

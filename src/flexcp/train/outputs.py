@@ -1,0 +1,191 @@
+"""What a run shows and leaves behind: progress on the terminal, metrics, TensorBoard events, a timeline.
+
+Only rank 0 writes and draws; on the other ranks every method is silent.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import nn
+
+from flexcp.core.trace import read_spans, to_perfetto
+from flexcp.planner import Planner
+from flexcp.report.tables import format_degrees
+from flexcp.runtime.metrics import StepReport
+from flexcp.train.config import TrainConfig, to_json
+from flexcp.train.corpus import Corpus
+
+
+class Outputs:
+    """The run folder and the terminal.
+
+    Args:
+        folder: the run folder; made if missing.
+        steps: steps of the whole run.
+        rank: only rank 0 writes.
+        shown: whether to draw on the terminal.
+    """
+
+    def __init__(self, folder: Path, steps: int, *, rank: int, shown: bool) -> None:
+        self._folder = folder
+        self._first = rank == 0
+        self._console = Console(quiet=not shown)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not (shown and sys.stdout.isatty()),
+            transient=True,
+        )
+        self._steps = steps
+        self._tasks: dict[str, TaskID] = {}
+        self._reports: list[StepReport] = []
+        self._board = None
+        if self._first:
+            from torch.utils.tensorboard import SummaryWriter
+
+            folder.mkdir(parents=True, exist_ok=True)
+            self._board = SummaryWriter(str(folder / "tensorboard"))
+
+    def __enter__(self) -> Outputs:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+        if self._board is not None:
+            self._board.close()
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Long work before step 0."""
+        if what not in self._tasks:
+            self._tasks[what] = self._bar.add_task(what, total=total)
+        self._bar.update(self._tasks[what], completed=done, visible=done < total)
+
+    def describe(self, config: TrainConfig, corpus: Corpus, model: nn.Module, planner: Planner) -> None:
+        """What is about to run."""
+        if not self._first:
+            return
+        (self._folder / "config.json").write_text(to_json(config))
+        lengths = corpus.train.lengths
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        cluster = planner.cluster
+        self._console.print(
+            f"[bold]{len(lengths)}[/] samples, {int(lengths.sum()):,} tokens, "
+            f"longest {int(lengths.max()):,}; "
+            f"model of {parameters / 1e6:.1f} M parameters; {cluster.ranks} ranks × "
+            f"{cluster.tokens_per_rank:,} tokens; policy {planner.policy}",
+            highlight=False,
+        )
+        for skipped in corpus.skipped:
+            self._console.print(f"[yellow]{skipped}[/]", highlight=False)
+        self._console.print(_HEADER, style="bold", highlight=False)
+
+    def step(self, report: StepReport, lr: float) -> None:
+        """One finished step."""
+        self._reports.append(report)
+        self.progress("training", report.step + 1, self._steps)
+        if not self._first:
+            return
+        self._console.print(_line(report), highlight=False)
+        record = {**asdict(report), "lr": lr, "gap": report.gap, "tokens_per_s": report.tokens_per_s}
+        self._append(record)
+        for name in ("loss", "grad_norm", "lr", "tokens_per_s", "gap", "idle_share"):
+            self._scalar(f"train/{name}", record[name], report.step)
+        for name in ("predicted_s", "measured_s", "step_s", "plan_s", "exposed_s"):
+            self._scalar(f"time/{name}", record[name], report.step)
+
+    def evaluation(self, done: int, loss: float) -> None:
+        """Loss on held-out samples after `done` steps."""
+        if self._first:
+            self._console.print(f"[cyan]evaluation after {done} steps: loss {loss:.4f}[/]", highlight=False)
+            self._append({"evaluated_after": done, "eval_loss": loss})
+            self._scalar("eval/loss", loss, done)
+
+    def saved(self, path: Path) -> None:
+        """A checkpoint was written."""
+        self._console.print(f"[dim]saved {path}[/]", highlight=False)
+
+    def resumed(self, step: int) -> None:
+        """Training goes on from a checkpoint."""
+        self._console.print(f"[cyan]resumed at step {step}[/]", highlight=False)
+
+    def finish(self, eval_losses: dict[int, float]) -> None:
+        """The table at the end, and the timeline file; call after all ranks have closed their traces."""
+        if not self._first:
+            return
+        self._bar.stop()
+        traces = sorted((self._folder / "trace").glob("rank-*.jsonl"))
+        spans = (span for path in traces for span in read_spans(path))
+        (self._folder / "timeline.json").write_text(to_perfetto(spans))
+        if self._reports:
+            self._console.print(_summary(self._reports, eval_losses))
+        self._console.print(
+            f"run folder {self._folder}\n"
+            f"  tensorboard --logdir {self._folder / 'tensorboard'}\n"
+            f"  timeline.json opens in ui.perfetto.dev",
+            highlight=False,
+        )
+
+    def _append(self, record: dict[str, object]) -> None:
+        with (self._folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def _scalar(self, name: str, value: object, step: int) -> None:
+        if self._board is not None:
+            self._board.add_scalar(name, value, step)
+
+
+_HEADER = (
+    f"{'step':>5} {'loss':>8} {'tokens/s':>9}  {'degree×groups':<20} {'predicted':>9} {'measured':>9} "
+    f"{'gap':>6} {'idle':>5} {'plan':>8} {'waited':>8}"
+)
+
+
+def _line(report: StepReport) -> str:
+    return (
+        f"{report.step:>5} {report.loss:>8.4f} {report.tokens_per_s:>9,.0f}  "
+        f"{format_degrees(report.degrees):<20} {report.predicted_s:>8.2f}s {report.measured_s:>8.2f}s "
+        f"{report.gap:>6.3f} {report.idle_share:>5.0%} {report.plan_s * 1e3:>6.0f}ms "
+        f"{report.exposed_s * 1e3:>6.0f}ms"
+    )
+
+
+def _summary(reports: Sequence[StepReport], eval_losses: dict[int, float]) -> Table:
+    table = Table(title="Run", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    steps_s = sum(report.step_s for report in reports)
+    degrees: dict[int, int] = {}
+    for report in reports:
+        for degree, count in report.degrees.items():
+            degrees[degree] = degrees.get(degree, 0) + count
+    table.add_row("steps", str(len(reports)))
+    table.add_row("loss, first → last", f"{reports[0].loss:.4f} → {reports[-1].loss:.4f}")
+    for done, loss in eval_losses.items():
+        table.add_row(f"evaluation loss after {done}", f"{loss:.4f}")
+    table.add_row("tokens/s", f"{sum(report.tokens for report in reports) / steps_s:,.0f}")
+    table.add_row("degree×groups", format_degrees(dict(sorted(degrees.items()))))
+    predicted = sum(report.predicted_s for report in reports)
+    measured = sum(report.measured_s for report in reports)
+    table.add_row("predicted / measured time of tasks", f"{predicted:.1f} s / {measured:.1f} s")
+    table.add_row("gap to the bound, mean", f"{sum(report.gap for report in reports) / len(reports):.3f}")
+    table.add_row("planning, mean", f"{1e3 * sum(r.plan_s for r in reports) / len(reports):.0f} ms")
+    table.add_row(
+        "waited for plan and data",
+        f"{100 * sum(report.exposed_s for report in reports) / steps_s:.2f} % of the time",
+    )
+    return table

@@ -1,0 +1,244 @@
+"""The reference trainer: one rank of a run, from a config to a finished run folder.
+
+Small on purpose: everything that is hard lives in the rooms below, and a reader can take this file as the
+template of a trainer of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from flexcp.core.cluster import Cluster
+from flexcp.core.errors import CheckpointError, ConfigError, DataError
+from flexcp.core.trace import TraceWriter
+from flexcp.cost.hardware import hardware
+from flexcp.cost.memory import tokens_per_rank
+from flexcp.cost.model import cost_model
+from flexcp.integrations.transformers import blocks_of, enable, shape_of
+from flexcp.planner import Planner
+from flexcp.runtime.batches import MicroBatch
+from flexcp.runtime.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
+from flexcp.runtime.engine import Engine
+from flexcp.runtime.launch import World, cores_per_rank
+from flexcp.runtime.metrics import StepReport
+from flexcp.runtime.sharding import shard
+from flexcp.train.config import OptimizerSection, TrainConfig
+from flexcp.train.corpus import Corpus, open_corpus
+from flexcp.train.model import build_model, compute_dtype, model_config
+from flexcp.train.outputs import Outputs
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What is left of a run when it has ended; equal on all ranks."""
+
+    reports: tuple[StepReport, ...]
+    eval_losses: dict[int, float]
+    folder: Path
+
+
+def train(world: World, config: TrainConfig, resume: bool = False, quiet: bool = False) -> RunSummary:
+    """Run one rank of a training run. All ranks call it with the same config.
+
+    Args:
+        world: this rank.
+        config: the run.
+        resume: continue from the newest checkpoint in the run folder.
+        quiet: rank 0 draws no progress.
+
+    Raises:
+        FlexCPError: see `core.errors`; bad input is found before step 0.
+    """
+    _check_folder(config, resume)
+    run = config.run
+    with Outputs(run.folder, run.steps, rank=world.rank, shown=world.rank == 0 and not quiet) as outputs:
+        limit = config.parallel.tokens_per_rank and config.parallel.tokens_per_rank * world.size
+        corpus = open_corpus(config.data, limit, run.seed, outputs.progress)
+        planner, model = _build(config, corpus, world)
+        optimizer = _optimizer(model, config.optimizer)
+        schedule = LambdaLR(optimizer, partial(learning_rate_factor, config.optimizer, run.steps))
+        outputs.describe(config, corpus, model, planner)
+        with enable(model), TraceWriter(run.folder / "trace" / f"rank-{world.rank}.jsonl") as trace:
+            engine = Engine(
+                model,
+                optimizer,
+                planner,
+                corpus.train,
+                global_batch=run.global_batch,
+                steps=run.steps,
+                seed=run.seed,
+                clip_norm=config.optimizer.clip_norm,
+                on_step_end=schedule.step,
+                trace=trace,
+            )
+            loop = _Loop(config, corpus, model, optimizer, schedule, engine, outputs)
+            if resume:
+                loop.resume()
+            try:
+                loop.run()
+            finally:
+                engine.close()
+        dist.barrier()  # all traces are closed
+        outputs.finish(loop.eval_losses)
+        return RunSummary(tuple(loop.reports), loop.eval_losses, run.folder)
+
+
+class _Loop:
+    """The loop, and what happens between its steps."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        corpus: Corpus,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: LambdaLR,
+        engine: Engine,
+        outputs: Outputs,
+    ) -> None:
+        self.config, self.corpus, self.model, self.optimizer = config, corpus, model, optimizer
+        self.schedule, self.engine, self.outputs = schedule, engine, outputs
+        self.reports: list[StepReport] = []
+        self.eval_losses: dict[int, float] = {}
+        self.forward = _forward(model, config)
+        self._saved_step = -1
+
+    def run(self) -> None:
+        """Train to the last step; what was reached is saved also when the data end the run."""
+        run = self.config.run
+        try:
+            for step in self.engine:
+                for micro in step:
+                    step.backward(self.forward(micro), micro)
+                report = step.finish()
+                self.reports.append(report)
+                self.outputs.step(report, self.optimizer.param_groups[0]["lr"])
+                done = step.index + 1
+                # The engine counts a step as done when its next one is asked for; a checkpoint says so now.
+                if _due(done, run.eval_every, run.steps):
+                    self._evaluate(done)
+                if _due(done, run.checkpoint_every, run.steps):
+                    self._save(done)
+        except DataError:
+            # Raised by all ranks alike before any weight was touched: nothing that was learnt is lost.
+            self._save(self.engine.step)
+            raise
+
+    def resume(self) -> None:
+        """Load the newest checkpoint."""
+        found = checkpoints(self.config.run.folder / "checkpoints")
+        if not found:
+            raise CheckpointError(f"{self.config.run.folder} holds no checkpoint", "Start without --resume.")
+        state = read_state(found[-1])
+        if state["data"] != self.corpus.fingerprint:
+            raise CheckpointError(
+                f"{found[-1].name} was made with other data or another tokenizer",
+                "Resume with the same data, or start a new run in another folder.",
+            )
+        load_checkpoint(found[-1], self.model, self.optimizer)
+        self.engine.load_state_dict(state["engine"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.outputs.resumed(self.engine.step)
+
+    def _evaluate(self, done: int) -> None:
+        if self.corpus.evaluation is None:
+            return
+        loss = self.engine.evaluate(self.corpus.evaluation, self.forward)
+        self.eval_losses[done] = loss
+        self.outputs.evaluation(done, loss)
+
+    def _save(self, done: int) -> None:
+        if done in (0, self._saved_step):
+            return
+        self._saved_step = done
+        schedule = {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"}
+        state = {
+            "engine": {**self.engine.state_dict(), "step": done},
+            "schedule": {**schedule, "lr_lambdas": [None]},
+            "data": self.corpus.fingerprint,
+        }
+        folder = self.config.run.folder / "checkpoints"
+        keep = self.config.run.keep_checkpoints
+        self.outputs.saved(save_checkpoint(folder, done, self.model, self.optimizer, state, keep))
+
+
+def learning_rate_factor(section: OptimizerSection, steps: int, step: int) -> float:
+    """Linear warm-up to 1, then cosine decay to `min_lr_ratio` at the last step.
+
+    >>> [round(learning_rate_factor(OptimizerSection(warmup_steps=2), 4, s), 2) for s in range(4)]
+    [0.5, 1.0, 1.0, 0.55]
+    """
+    if step < section.warmup_steps:
+        return (step + 1) / section.warmup_steps
+    progress = min(1.0, (step - section.warmup_steps) / max(1, steps - section.warmup_steps))
+    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return section.min_lr_ratio + (1.0 - section.min_lr_ratio) * cosine
+
+
+def _build(config: TrainConfig, corpus: Corpus, world: World) -> tuple[Planner, nn.Module]:
+    parallel = config.parallel
+    hf_config = model_config(config.model, corpus.vocab, corpus.longest)
+    shape = shape_of(hf_config)
+    device = hardware(parallel.hardware)
+    # Ranks on one CPU share its cores; an accelerator belongs to its rank alone.
+    speed = cores_per_rank(world.size) if world.device.type == "cpu" else 1.0
+    checkpointing = config.run.gradient_checkpointing
+    cost = cost_model(shape, device, checkpointing=checkpointing, speed=speed)
+    sharding: Literal["ddp", "zero1"] = "ddp" if parallel.sharding == "ddp" else "zero1"
+    budget = parallel.tokens_per_rank or tokens_per_rank(
+        shape, device, world.size, sharding=sharding, checkpointing=checkpointing
+    )
+    cluster = Cluster(world.size, budget, parallel.ranks_per_node)
+    planner = Planner(cluster, cost, policy=parallel.policy, whole_below_tokens=parallel.whole_below_tokens)
+    model = build_model(hf_config, config.run, world.device)
+    dtype = torch.bfloat16 if config.run.dtype == "bf16" else None
+    return planner, shard(model, parallel.sharding, blocks=blocks_of(model), param_dtype=dtype)
+
+
+def _optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:
+    """AdamW; vectors (norms, biases) are not decayed."""
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    plain = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [
+        {"params": decayed, "weight_decay": section.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas)
+
+
+def _forward(model: nn.Module, config: TrainConfig) -> Callable[[MicroBatch], Any]:
+    """Model call of one micro-batch; FSDP2 casts by itself, DDP computes bf16 under autocast."""
+    cast = config.run.dtype == "bf16" and config.parallel.sharding == "ddp"
+    dtype = compute_dtype(config.run)
+
+    def forward(micro: MicroBatch) -> Any:
+        device = micro.labels.device.type
+        with torch.autocast(device, dtype) if cast else contextlib.nullcontext():
+            return model(**micro.inputs)
+
+    return forward
+
+
+def _check_folder(config: TrainConfig, resume: bool) -> None:
+    """A run folder belongs to one run; continuing it must be asked for."""
+    found = checkpoints(config.run.folder / "checkpoints")
+    if found and not resume:
+        raise ConfigError(
+            f"{config.run.folder} already holds checkpoints (newest: {found[-1].name})",
+            "Continue with --resume, or choose another folder with --set run.folder=…",
+        )
+
+
+def _due(done: int, every: int, steps: int) -> bool:
+    return done == steps or (every > 0 and done % every == 0)

@@ -1,0 +1,135 @@
+"""The rule of the project: a step's gradient is that of its samples run one by one on one rank."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from flexcp.core.cluster import Cluster
+from flexcp.core.plan import Plan, Task
+from flexcp.core.sample import Sample
+from tests.harness import run_ranks
+from tests.models import ListDataset, reference_step, relative_error, tiny_model
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+LENGTHS = [37, 12, 61, 5, 1, 90, 23, 2, 44, 71, 3, 128, 17, 29, 8, 53]
+
+
+class RandomPlanner:
+    """Any legal plan: packs of 1 to 3 samples, degrees 1 to N, permuted and non-adjacent ranks, idle ranks.
+
+    Degrees exceed what memory needs, and packs shorter than 2d occur, on purpose: whatever a planner may
+    come up with must come out right.
+    """
+
+    def __init__(self, ranks: int, seed: int, whole_below_tokens: int) -> None:
+        self.cluster = Cluster(ranks, 10**6)
+        self._random = random.Random(seed)
+        self._whole_below = whole_below_tokens
+
+    def __call__(self, samples: Sequence[Sample]) -> Plan:
+        chance, ranks = self._random, self.cluster.ranks
+        left = list(range(len(samples)))
+        chance.shuffle(left)
+        tasks: list[Task] = []
+        wave = 0
+        while left:
+            free = list(range(ranks))
+            chance.shuffle(free)
+            while free and left and (len(free) == ranks or chance.random() < 0.8):
+                degree = chance.randint(1, len(free))
+                group, free = free[:degree], free[degree:]
+                size = min(len(left), chance.randint(1, 3))
+                pack, left = left[:size], left[size:]
+                tasks.append(Task(tuple(pack), tuple(group), wave, float(wave), wave + 1.0))
+            wave += 1
+        return Plan(
+            "random", "lockstep", self.cluster, self._whole_below, tuple(samples), tuple(tasks), bound_s=1.0
+        )
+
+
+def gradients(
+    world: Any, kind: str, family: str, dtype: torch.dtype, seeds: Sequence[int], whole: int
+) -> Any:
+    """One step for every seed, each with another plan; on every rank: (loss, {name: gradient})."""
+    from flexcp.integrations.transformers import blocks_of, enable
+    from flexcp.runtime.engine import Engine
+    from flexcp.runtime.sharding import shard
+
+    results = []
+    model: Any = tiny_model(family, dtype)
+    if kind != "plain":
+        model = shard(model, kind, blocks=blocks_of(model))
+    with enable(model):
+        for seed in seeds:
+            planner: Any = RandomPlanner(world.size, seed, whole)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            dataset = ListDataset(LENGTHS)
+            engine = Engine(model, optimizer, planner, dataset, global_batch=len(LENGTHS), steps=1)
+            for step in engine:
+                for micro in step:
+                    step.backward(model(**micro.inputs), micro)
+                step.reduce_gradients()
+                grads = {}
+                for name, parameter in model.named_parameters():
+                    grad = parameter.grad
+                    full = grad.full_tensor() if isinstance(grad, DTensor) else grad
+                    grads[name.removeprefix("module.")] = full.clone()
+                model.zero_grad()
+                loss_sum, supervised = float(step._loss_sum), step.supervised_tokens
+                results.append((loss_sum / supervised, grads, step.plan.degrees))
+                break
+            engine.close()
+    return results
+
+
+def check_against_one_process(
+    kind: str, nproc: int, seeds: Sequence[int], family: str, dtype: torch.dtype, whole: int
+) -> dict[int, int]:
+    """Largest error over loss and every parameter of every plan is within tolerance; degrees that occurred."""
+    by_rank = run_ranks(gradients, nproc, kind, family, dtype, seeds, whole)
+    model = tiny_model(family, dtype)
+    expected_loss = reference_step(model, ListDataset(LENGTHS), range(len(LENGTHS)))
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    degrees: dict[int, int] = {}
+    for i, seed in enumerate(seeds):
+        loss = sum(results[i][0] for results in by_rank)
+        assert loss == pytest.approx(expected_loss, rel=TOLERANCE[dtype]), f"loss of plan {seed}"
+        for rank, results in enumerate(by_rank):
+            assert results[i][1].keys() == expected.keys()
+            for name, grad in results[i][1].items():
+                error = relative_error(grad, expected[name])
+                assert error <= TOLERANCE[dtype], f"plan {seed}, rank {rank}, {name}: {error:.1e}"
+        for degree, count in by_rank[0][i][2].items():
+            degrees[degree] = degrees.get(degree, 0) + count
+    return degrees
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("nproc", [3, 4])
+def test_gradients_equal_one_process(kind: str, nproc: int) -> None:
+    """D02, D03, D05, D06, D07, D10: 8 random plans each, degrees 1..N mixed and changing, in fp32."""
+    degrees = check_against_one_process(kind, nproc, range(8), "qwen3", torch.float32, whole=0)
+
+    assert set(degrees) == set(range(1, nproc + 1))
+
+
+def test_llama_whole_samples_and_fp64() -> None:
+    """Another family, samples below 16 tokens kept whole, and errors at the level of fp64 rounding."""
+    check_against_one_process("plain", 3, range(100, 104), "llama", torch.float64, whole=16)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("whole", [0, 24])
+def test_gradients_of_thirty_plans(kind: str, whole: int) -> None:
+    """Thirty random plans on four ranks."""
+    by_degree = check_against_one_process(kind, 4, range(30), "qwen3", torch.float32, whole)
+
+    assert set(by_degree) == {1, 2, 3, 4}
