@@ -165,7 +165,8 @@ class CostModel:
         communication = (degree - 1) * ring_step
         # T_cpa + T_cm - min(T_cpa, T_cma), with T_cm = T_cma, is the larger of the two.
         exposed = np.maximum(attention, communication)
-        return exposed + linear + self.sample_s * samples / degree + self.pack_s
+        handling = self.sample_s * np.maximum(samples / degree, whole_tokens > 0)
+        return exposed + linear + handling + self.pack_s
 
 
 def cost_model(

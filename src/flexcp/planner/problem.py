@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +23,15 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Samples that run together on `degree` ranks; positions refer to `Problem.loads`."""
+    """Samples that run together on `degree` ranks; positions refer to `Problem.loads`.
+
+    `ranks` is empty where placement is free to choose them.
+    """
 
     samples: tuple[int, ...]
     load: Load
     degree: int
+    ranks: tuple[int, ...] = ()
 
 
 Wave = tuple[Pack, ...]
@@ -112,7 +116,15 @@ class Problem:
     def pack(self, samples: Iterable[int], degree: int) -> Pack:
         """Pack with the total load of its samples."""
         positions = tuple(samples)
-        return Pack(positions, reduce(Load.__add__, (self.loads[p] for p in positions)), degree)
+        loads = [self.loads[position] for position in positions]
+        total = Load(
+            sum(load.tokens for load in loads),
+            sum(load.pairs for load in loads),
+            len(loads),
+            sum(load.cut_tokens for load in loads),
+            max(load.longest_whole_tokens for load in loads),
+        )
+        return Pack(positions, total, degree)
 
     def seconds(self, pack: Pack) -> float:
         """Seconds of a pack, taken to lie inside a node where it can."""

@@ -6,8 +6,8 @@ Predicted seconds only; nothing is chosen here.
 from __future__ import annotations
 
 from flexcp.core.plan import Task
-from flexcp.planner.placement import crosses_nodes, place
-from flexcp.planner.problem import Assignment, Problem
+from flexcp.planner.placement import Group, crosses_nodes, place
+from flexcp.planner.problem import Assignment, Problem, Wave
 
 
 def schedule(problem: Problem, assignment: Assignment) -> tuple[Task, ...]:
@@ -20,7 +20,7 @@ def schedule(problem: Problem, assignment: Assignment) -> tuple[Task, ...]:
     tasks: list[Task] = []
     free_s = [0.0] * problem.ranks
     for number, wave in enumerate(assignment):
-        groups = place([pack.degree for pack in wave], problem.cluster)
+        groups = _groups(wave, problem)
         if problem.mode == "lockstep":
             free_s = [max(free_s)] * problem.ranks
         for group, pack in sorted(zip(groups, wave, strict=True), key=lambda item: item[0]):
@@ -32,6 +32,13 @@ def schedule(problem: Problem, assignment: Assignment) -> tuple[Task, ...]:
             positions = tuple(sorted(problem.order[sample] for sample in pack.samples))
             tasks.append(Task(positions, group, number, start_s, end_s))
     return tuple(tasks)
+
+
+def _groups(wave: Wave, problem: Problem) -> tuple[Group, ...]:
+    """Ranks of each pack: those a policy chose, for all packs of a wave or for none."""
+    if wave[0].ranks:
+        return tuple(pack.ranks for pack in wave)
+    return place([pack.degree for pack in wave], problem.cluster)
 
 
 def makespan_s(tasks: tuple[Task, ...]) -> float:

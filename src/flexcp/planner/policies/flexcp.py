@@ -9,6 +9,8 @@ import numpy as np
 
 from flexcp.planner.allocation import least_degrees, threshold
 from flexcp.planner.balance import Slot, fill, room_tokens
+from flexcp.planner.bounds import lower_bound_s
+from flexcp.planner.list_schedule import list_schedule
 from flexcp.planner.policies import paper, static
 from flexcp.planner.problem import Assignment, Pack, Problem, Wave
 from flexcp.planner.timeline import makespan_s, schedule
@@ -18,6 +20,10 @@ _WAVE_COUNTS = 10
 _CLOSE_LOOKS = 3
 # Targets tried, relative to the one at which rank-time is used up exactly.
 _TARGETS = (1.0, 0.97, 1.02, 1.05, 1.1, 1.2)
+# No more is tried once a plan is within this factor of the bound.
+_CLOSE_ENOUGH = 1.005
+# Free-running: the longest that one long sample may run, as shares of the bound of the step.
+_STEP_SHARES = (1.0, 0.7, 0.5, 0.35, 0.25)
 # A sample that cannot meet the target takes the least degree within this factor of its best time.
 _NEAR_BEST = 1.05
 
@@ -29,15 +35,26 @@ def assign(problem: Problem) -> Assignment:
     T <= target equals W·N·target. Groups go into waves by falling time; what room is left, on single ranks
     and inside groups, is filled longest first. Then degrees inside each wave are made optimal exactly.
 
+    Free-running, `list_schedule` comes first; full waves are searched only if it stays far from the bound.
+
     Complexity: O(waves · (K·N + K log K)).
     """
-    candidates = [assignment for _, assignment in _search(problem)]
+    candidates: list[Assignment] = []
+    if problem.mode == "free-running":
+        candidates += [list_schedule(problem, share) for share in _STEP_SHARES]
+    goal_s = _CLOSE_ENOUGH * lower_bound_s(problem)
+    if not any(_step_s(problem, candidate) <= goal_s for candidate in candidates):
+        candidates += _search(problem)
     candidates += [paper.assign(problem), static.assign(problem)]
-    return min((c for c in candidates if c), key=lambda c: makespan_s(schedule(problem, c)))
+    return min(candidates, key=lambda candidate: _step_s(problem, candidate))
 
 
-def _search(problem: Problem) -> list[tuple[float, Assignment]]:
-    """The best few assignments of this policy's own, each with its makespan before placement."""
+def _step_s(problem: Problem, assignment: Assignment) -> float:
+    return makespan_s(schedule(problem, assignment))
+
+
+def _search(problem: Problem) -> list[Assignment]:
+    """The best few assignments in full waves, by their makespan before placement."""
     first = max(1, -(-problem.tokens // problem.cluster.capacity_tokens))
     counts = [w for w in range(first, first + _WAVE_COUNTS) if w <= len(problem.loads)]
     rough = [(_attempt(problem, count, _TARGETS[0]), count) for count in counts]
@@ -46,7 +63,7 @@ def _search(problem: Problem) -> list[tuple[float, Assignment]]:
     for _, count in ranked:
         found += [made for factor in _TARGETS[1:] if (made := _attempt(problem, count, factor))]
     found.sort(key=lambda made: made[0])
-    return found[:_CLOSE_LOOKS]
+    return [assignment for _, assignment in found[:_CLOSE_LOOKS]]
 
 
 def _attempt(problem: Problem, num_waves: int, factor: float) -> tuple[float, Assignment] | None:
@@ -62,9 +79,8 @@ def _attempt(problem: Problem, num_waves: int, factor: float) -> tuple[float, As
     if not fill([slot for wave in slots for slot in wave], singles, problem):
         return None
     waves = [[problem.pack(s.samples, s.degree) for s in wave if s.samples] for wave in slots]
-    assignment = tuple(_reallocate(wave, problem) for wave in waves if wave)
-    total_s = sum(max(problem.seconds(pack) for pack in wave) for wave in assignment)
-    return total_s, assignment
+    best = [_reallocate(wave, problem) for wave in waves if wave]
+    return sum(seconds for seconds, _ in best), tuple(wave for _, wave in best)
 
 
 def _balanced_target_s(problem: Problem, num_waves: int) -> float:
@@ -112,7 +128,9 @@ def _open_slots(
     return waves
 
 
-def _reallocate(wave: list[Pack], problem: Problem) -> Wave:
-    """Best degrees for the packs of a wave."""
-    degrees = threshold(problem.table_s([pack.load for pack in wave]))
-    return tuple(Pack(p.samples, p.load, d) for p, d in zip(wave, degrees, strict=True))
+def _reallocate(wave: list[Pack], problem: Problem) -> tuple[float, Wave]:
+    """Best degrees for the packs of a wave, and its makespan."""
+    table_s = problem.table_s([pack.load for pack in wave])
+    degrees = threshold(table_s)
+    seconds = max(float(row[degree - 1]) for row, degree in zip(table_s, degrees, strict=True))
+    return seconds, tuple(Pack(p.samples, p.load, d) for p, d in zip(wave, degrees, strict=True))

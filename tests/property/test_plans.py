@@ -1,0 +1,133 @@
+"""What holds for every plan of every policy, on random batches, clusters and cost models."""
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.strategies import problems
+
+from flexcp.core.cluster import Cluster
+from flexcp.core.plan import Plan
+from flexcp.core.sample import Sample
+from flexcp.cost.model import CostModel, Link
+from flexcp.planner import MODES, POLICIES, check, make_plan
+from flexcp.planner.exhaustive import MAX_RANKS, MAX_SAMPLES, optimum_s
+
+ROUNDING = 1 + 1e-9
+MODE = st.sampled_from(MODES)
+QUIET = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+SHORT = settings(max_examples=60, **QUIET)
+LONG = settings(max_examples=400, **QUIET)
+
+
+def plans(problem, mode):
+    batch, cluster, cost = problem
+    return {policy: make_plan(batch, cluster, cost, policy=policy, mode=mode) for policy in POLICIES}
+
+
+def every_plan_is_valid_and_ordered(problem, mode):
+    made = plans(problem, mode)
+    for plan in made.values():
+        assert check(plan, problem[2]) == ()
+        assert sorted(k for task in plan.tasks for k in task.samples) == list(range(len(problem[0])))
+    bound_s = made["flexcp"].bound_s
+    assert bound_s <= made["flexcp"].step_s * ROUNDING
+    assert made["flexcp"].step_s <= min(made["paper"].step_s, made["static"].step_s)
+
+
+def the_optimum_lies_between(problem):
+    batch, cluster, cost = problem
+    made = plans(problem, "lockstep")
+    optimum = optimum_s(batch, cluster, cost, made["flexcp"].whole_below_tokens)
+    assert made["flexcp"].bound_s <= optimum * ROUNDING
+    assert optimum <= made["flexcp"].step_s * ROUNDING
+
+
+def tiny(max_samples=MAX_SAMPLES):
+    return problems(max_samples=max_samples, max_ranks=MAX_RANKS, max_tokens=24)
+
+
+@SHORT
+@given(problems(), MODE)
+def test_bound_flexcp_others_in_this_order_and_all_valid(problem, mode):
+    every_plan_is_valid_and_ordered(problem, mode)
+
+
+@pytest.mark.slow
+@LONG
+@given(problems(max_samples=120, max_ranks=70, max_tokens=2000), MODE)
+def test_bound_flexcp_others_in_this_order_and_all_valid_long(problem, mode):
+    every_plan_is_valid_and_ordered(problem, mode)
+
+
+@SHORT
+@given(tiny())
+def test_bound_optimum_flexcp_in_this_order(problem):
+    the_optimum_lies_between(problem)
+
+
+@pytest.mark.slow
+@LONG
+@given(tiny())
+def test_bound_optimum_flexcp_in_this_order_long(problem):
+    the_optimum_lies_between(problem)
+
+
+@SHORT
+@given(problems(max_samples=20), MODE, st.sampled_from(sorted(POLICIES)), st.randoms())
+def test_order_and_names_of_samples_change_nothing(problem, mode, policy, shuffler: random.Random):
+    batch, cluster, cost = problem
+    shuffled = list(batch)
+    shuffler.shuffle(shuffled)
+    renamed = [Sample(1000 - sample.id, sample.tokens, sample.spans) for sample in shuffled]
+    one = make_plan(batch, cluster, cost, policy=policy, mode=mode)
+    other = make_plan(renamed, cluster, cost, policy=policy, mode=mode)
+    assert (one.step_s, one.bound_s) == (other.step_s, other.bound_s)
+    assert [task.ranks for task in one.tasks] == [task.ranks for task in other.tasks]
+
+
+@SHORT
+@given(problems(max_samples=20), MODE, st.sampled_from(sorted(POLICIES)))
+def test_planning_twice_gives_the_same_plan_and_json_keeps_it(problem, mode, policy):
+    batch, cluster, cost = problem
+    plan = make_plan(batch, cluster, cost, policy=policy, mode=mode)
+    again = make_plan(batch, cluster, cost, policy=policy, mode=mode)
+    assert plan == again
+    back = Plan.from_json(plan.to_json())
+    assert back == plan
+    assert back.digest == again.digest
+
+
+@SHORT
+@given(problems(max_samples=12))
+def test_free_running_is_at_most_half_a_percent_slower_than_lockstep(problem):
+    batch, cluster, cost = problem
+    lockstep = make_plan(batch, cluster, cost)
+    free = make_plan(batch, cluster, cost, mode="free-running")
+    assert free.step_s <= lockstep.step_s * 1.005
+
+
+@SHORT
+@given(problems(max_samples=20, max_ranks=12))
+def test_ranks_follow_one_order_so_none_waits_in_a_circle(problem):
+    """Replays a free-running plan rank by rank: some rank's next task can always start."""
+    batch, cluster, cost = problem
+    plan = make_plan(batch, cluster, cost, mode="free-running")
+    queues = {rank: list(plan.tasks_of(rank)) for rank in range(cluster.ranks)}
+    for _ in plan.tasks:
+        heads = {queue[0] for queue in queues.values() if queue}
+        ready = [k for k in heads if all(queues[rank][0] == k for rank in plan.tasks[k].ranks)]
+        assert ready
+        for rank in plan.tasks[ready[0]].ranks:
+            queues[rank].pop(0)
+    assert not any(queues.values())
+
+
+def test_one_token_a_rank():
+    """E = 1: nothing may stay whole, every token has a rank of its own."""
+    batch = [Sample(0, 3), Sample(1, 1), Sample(2, 2)]
+    model = CostModel(1e-3, 1e-2, 0.0, 1e-2, 1.0, 1, Link(1e6, 0.0), Link(1e6, 0.0))
+    plan = make_plan(batch, Cluster(3, 1), model)
+    assert check(plan, model) == ()
+    assert plan.num_waves == 2

@@ -1,0 +1,173 @@
+"""Packing, allocation, filling, placement, bounds and exhaustive search, each on cases worked by hand."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.strategies import clusters, samples, time_tables
+
+from flexcp.core.cluster import Cluster
+from flexcp.core.errors import ConfigError, InfeasibleError
+from flexcp.core.layout import make_layout
+from flexcp.core.sample import Sample, samples_from_lengths
+from flexcp.cost.model import CostModel, Link, Load
+from flexcp.planner.allocation import dynamic_programme, threshold
+from flexcp.planner.balance import Slot, fill, shelves
+from flexcp.planner.bounds import lower_bound_s
+from flexcp.planner.exhaustive import optimum_s
+from flexcp.planner.packing import best_fit_decreasing
+from flexcp.planner.placement import crosses_nodes, place
+from flexcp.planner.problem import Problem
+
+FREE = Link(1e30, 0.0)
+COST = CostModel(1e-3, 1.0, 0.0, 0.5, 1.0, 1, FREE, FREE)
+
+
+def problem_of(lengths, cluster, cost=COST, mode="lockstep", whole_below_tokens=0):
+    return Problem.of(samples_from_lengths(lengths), cluster, cost, mode, whole_below_tokens)
+
+
+def tokens_by_pack(problem, packs):
+    return [([problem.loads[k].tokens for k in pack.samples], pack.degree) for pack in packs]
+
+
+def test_best_fit_takes_the_tightest_bin_and_opens_bins_of_the_least_degree():
+    problem = problem_of([25, 17, 3, 2, 9, 4], Cluster(8, 10))
+    # 25 opens 30, 17 opens 20, 9 opens 10; 4 fits only beside 25, 3 beside 17, 2 nowhere tight but 25 + 4.
+    assert tokens_by_pack(problem, best_fit_decreasing(problem)) == [
+        ([25, 4], 3),
+        ([17, 3], 2),
+        ([9], 1),
+        ([2], 1),
+    ]
+
+
+@given(samples(max_tokens=200), clusters(max_tokens=64), st.data())
+def test_a_pack_that_is_said_to_fit_fits_row_by_row(batch, cluster, data):
+    whole_below = data.draw(st.integers(0, cluster.tokens_per_rank // 2))
+    problem = Problem.of(batch, cluster, COST, "lockstep", whole_below)
+    least = problem.min_degree(sum(problem.loads, Load()))
+    for degree in (least, least + 1, 2 * least):
+        assert make_layout(batch, degree, whole_below).max_rows <= cluster.tokens_per_rank
+
+
+@given(samples(max_tokens=1000, min_size=1, max_size=1), clusters(max_tokens=64), st.data())
+def test_the_least_degree_of_one_sample_is_exact(batch, cluster, data):
+    whole_below = data.draw(st.integers(0, cluster.tokens_per_rank // 2))
+    least = Problem.of(batch, cluster, COST, "lockstep", whole_below).min_degree(
+        Load.of(batch[0], whole_below)
+    )
+    assert least == cluster.min_degree(batch[0].tokens)
+    if least > 1:
+        assert make_layout(batch, least - 1, whole_below).max_rows > cluster.tokens_per_rank
+
+
+def test_indivisible_samples_can_need_more_ranks_than_their_tokens_say():
+    # Five whole samples of 4 on ranks of 10: 20 tokens, but two ranks take only two samples each.
+    problem = problem_of([4] * 5, Cluster(4, 10), whole_below_tokens=5)
+    assert problem.min_degree(sum(problem.loads, Load())) == 3
+    assert make_layout(samples_from_lengths([4] * 5), 2, 5).max_rows == 12
+
+
+def makespan_s(table_s, degrees):
+    return max(row[degree - 1] for row, degree in zip(table_s, degrees, strict=True))
+
+
+@given(time_tables())
+def test_threshold_and_dynamic_programme_agree_and_respect_the_ranks(table_s):
+    by_threshold, by_programme = threshold(table_s), dynamic_programme(table_s)
+    assert sum(by_threshold) <= table_s.shape[1]
+    assert sum(by_programme) <= table_s.shape[1]
+    assert makespan_s(table_s, by_threshold) == makespan_s(table_s, by_programme)
+    assert sum(by_threshold) <= sum(by_programme)
+
+
+@pytest.mark.parametrize("solve", [threshold, dynamic_programme])
+def test_too_many_ranks_at_a_time_is_an_error_with_the_sum(solve):
+    table_s = np.array([[np.inf, 1.0, 1.0], [np.inf, 1.0, 1.0]])
+    with pytest.raises(InfeasibleError, match="2 packs need 4 ranks at a time, there are 3"):
+        solve(table_s)
+    with pytest.raises(InfeasibleError):
+        solve(np.full((1, 3), np.inf))
+
+
+def test_ranks_that_do_not_help_stay_idle():
+    table_s = np.array([[4.0, 5.0, 3.0, 6.0], [3.0, 3.0, 3.0, 3.0]])
+    assert threshold(table_s) == dynamic_programme(table_s) == (3, 1)
+
+
+def test_filling_takes_the_emptiest_slot_with_room_and_reports_failure():
+    problem = problem_of([8, 7, 3, 2], Cluster(2, 10))
+    slots = [Slot(0.0, 10, 1), Slot(0.0, 10, 1)]
+    assert fill(slots, [0, 1, 2, 3], problem)
+    assert [slot.samples for slot in slots] == [[0, 3], [1, 2]]
+    assert [slot.room_tokens for slot in slots] == [0, 0]
+    assert not fill([Slot(0.0, 10, 1), Slot(0.0, 9, 1)], [0, 1, 2, 3], problem)
+
+
+def test_shelves_put_like_durations_together():
+    problem = problem_of([9, 8, 3, 2], Cluster(2, 10))
+    waves = shelves([problem.pack([k], 1) for k in (3, 0, 2, 1)], problem)
+    assert [[pack.samples for pack in wave] for wave in waves] == [[(0,), (1,)], [(2,), (3,)]]
+
+
+@given(clusters(max_ranks=40), st.data())
+def test_groups_are_disjoint_ascending_and_stay_in_a_node_where_one_has_room(cluster, data):
+    degrees, left = [], cluster.ranks
+    while left and data.draw(st.booleans()):
+        degrees.append(data.draw(st.integers(1, left)))
+        left -= degrees[-1]
+    groups = place(degrees, cluster)
+    assert [len(group) for group in groups] == degrees
+    ranks = [rank for group in groups for rank in group]
+    assert len(set(ranks)) == len(ranks)
+    assert all(0 <= rank < cluster.ranks for rank in ranks)
+    assert all(list(group) == sorted(group) for group in groups)
+    if (
+        all(cluster.ranks_per_node % degree == 0 for degree in degrees)
+        and cluster.ranks % cluster.ranks_per_node == 0
+    ):
+        assert not any(crosses_nodes(group, cluster) for group in groups)
+
+
+def test_a_wave_wider_than_the_cluster_cannot_be_placed():
+    with pytest.raises(InfeasibleError, match="a wave needs 5 ranks, there are 4"):
+        place([3, 2], Cluster(4, 1))
+
+
+def test_the_work_bound_counts_the_waves_that_memory_forces():
+    # 40 tokens on 2 ranks of 10: two waves. Work: 4 * (55e-3 + 10) s on 2 ranks, and 2 * 0.5 s of packs.
+    assert lower_bound_s(problem_of([10] * 4, Cluster(2, 10))) == pytest.approx(2 * (10.055 + 0.5))
+    free = problem_of([10] * 4, Cluster(2, 10), mode="free-running")
+    assert lower_bound_s(free) == pytest.approx(2 * (10.055 + 0.5))
+    roomy = problem_of([10] * 4, Cluster(2, 100))
+    assert lower_bound_s(roomy) == pytest.approx(2 * 10.055 + 0.5)
+
+
+def test_the_longest_sample_bounds_a_batch_it_dominates():
+    slow = Link(0.5, 0.0)
+    cost = CostModel(1e-3, 1.0, 0.0, 0.5, 1.0, 1, slow, slow)
+    problem = problem_of([20, 1], Cluster(4, 20), cost)
+    # Alone: 20.71 s on one rank, 20 + 10 + 0.5 s on two.
+    assert lower_bound_s(problem) == pytest.approx(20.71)
+
+
+def test_two_samples_of_more_than_half_the_cluster_run_one_after_the_other():
+    problem = problem_of([21, 21], Cluster(4, 10))
+    alone_s = (21 + 0.231) / 4 + 0.5
+    assert lower_bound_s(problem) == pytest.approx(2 * alone_s)
+
+
+def test_the_optimum_of_four_equal_samples_on_two_ranks():
+    # One wave of two packs of two, or of one pack of four on both ranks: the same 2 * 10.055 + 0.5 s.
+    optimum = optimum_s(samples_from_lengths([10] * 4), Cluster(2, 20), COST, 0)
+    assert optimum == pytest.approx(2 * 10.055 + 0.5)
+    assert optimum_s(samples_from_lengths([10] * 4), Cluster(2, 10), COST, 0) == pytest.approx(
+        2 * (10.055 + 0.5)
+    )
+
+
+def test_the_optimum_is_infinite_where_no_plan_exists_and_refuses_large_inputs():
+    assert optimum_s([Sample(0, 41)], Cluster(4, 10), COST, 0) == np.inf
+    with pytest.raises(ConfigError, match="6 samples on 4 ranks"):
+        optimum_s(samples_from_lengths([1] * 6), Cluster(4, 10), COST, 0)
