@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from flexcp.cli import main
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYTHON = re.findall(r"```python\n(.*?)```", README, flags=re.S)
@@ -35,3 +37,19 @@ def test_links_lead_somewhere(page):
     missing = [target for target in targets if not (page.parent / target).exists()]
 
     assert missing == []
+
+
+def test_plan_output_is_what_the_command_prints(monkeypatch, capfd):
+    """The verdict and every policy's step time are those of today (`make readme`); planning times vary."""
+    block = re.search(r"\$ flexcp (plan .*?)\n(.*?)```", README, flags=re.S)
+    monkeypatch.chdir(ROOT)
+
+    assert main(block[1].split()) == 0
+    assert steps_and_verdict(capfd.readouterr().out) == steps_and_verdict(block[2])
+
+
+def steps_and_verdict(shown: str) -> tuple[str, dict[str, str]]:
+    """The first sentence, however it is broken into lines, and policy to step time and gap."""
+    words = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", shown).split())
+    rows = re.findall(r"(static|paper|flexcp) ([\d.]+ m?s [\d.]+) [\d.]+×", words)
+    return words.split(". ")[0], dict(rows)
