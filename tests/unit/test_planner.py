@@ -119,3 +119,21 @@ def test_free_running_starts_tasks_before_the_wave_is_over():
     assert any(
         task.start_s < end_s for end_s, wave in zip(ends_s[:-1], free.waves[1:], strict=True) for task in wave
     )
+
+
+@pytest.mark.parametrize(("mode", "gap"), [("lockstep", 1.12), ("free-running", 1.005)])
+@pytest.mark.parametrize("tokens_per_rank", [8192, 16384])
+def test_a_long_tailed_batch_comes_close_to_the_bound(tokens_per_rank, mode, gap):
+    tail = random.Random(1)
+    lengths = [min(int(tail.lognormvariate(7.3, 1.45)) + 1, 131072) for _ in range(512)]
+    cluster = Cluster(64, tokens_per_rank)
+    made = {policy: plan_of(lengths, cluster, policy=policy, mode=mode) for policy in POLICIES}
+    assert 1 <= made["flexcp"].gap <= gap
+    assert made["flexcp"].step_s < 0.95 * min(made["paper"].step_s, made["static"].step_s)
+
+
+def test_the_paper_policy_serves_clusters_beyond_the_dynamic_programme():
+    lengths = [131072, *[9000] * 40, *[700] * 200]
+    plan = plan_of(lengths, Cluster(300, 8192), policy="paper")
+    assert check(plan, COST) == ()
+    assert max(plan.degrees) >= 16

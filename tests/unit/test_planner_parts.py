@@ -15,9 +15,11 @@ from flexcp.planner.allocation import dynamic_programme, threshold
 from flexcp.planner.balance import Slot, fill, shelves
 from flexcp.planner.bounds import lower_bound_s
 from flexcp.planner.exhaustive import optimum_s
+from flexcp.planner.list_schedule import list_schedule
 from flexcp.planner.packing import best_fit_decreasing
 from flexcp.planner.placement import crosses_nodes, place
 from flexcp.planner.problem import Problem
+from flexcp.planner.timeline import makespan_s, schedule
 
 FREE = Link(1e30, 0.0)
 COST = CostModel(1e-3, 1.0, 0.0, 0.5, 1.0, 1, FREE, FREE)
@@ -69,7 +71,7 @@ def test_indivisible_samples_can_need_more_ranks_than_their_tokens_say():
     assert make_layout(samples_from_lengths([4] * 5), 2, 5).max_rows == 12
 
 
-def makespan_s(table_s, degrees):
+def slowest_s(table_s, degrees):
     return max(row[degree - 1] for row, degree in zip(table_s, degrees, strict=True))
 
 
@@ -78,7 +80,7 @@ def test_threshold_and_dynamic_programme_agree_and_respect_the_ranks(table_s):
     by_threshold, by_programme = threshold(table_s), dynamic_programme(table_s)
     assert sum(by_threshold) <= table_s.shape[1]
     assert sum(by_programme) <= table_s.shape[1]
-    assert makespan_s(table_s, by_threshold) == makespan_s(table_s, by_programme)
+    assert slowest_s(table_s, by_threshold) == slowest_s(table_s, by_programme)
     assert sum(by_threshold) <= sum(by_programme)
 
 
@@ -171,3 +173,22 @@ def test_the_optimum_is_infinite_where_no_plan_exists_and_refuses_large_inputs()
     assert optimum_s([Sample(0, 41)], Cluster(4, 10), COST, 0) == np.inf
     with pytest.raises(ConfigError, match="6 samples on 4 ranks"):
         optimum_s(samples_from_lengths([1] * 6), Cluster(4, 10), COST, 0)
+
+
+def test_a_list_schedule_fills_the_time_before_and_after_rings():
+    # Memory makes rings of the long samples; the short ones need several packs on one rank.
+    problem = problem_of([60, 30, *[9] * 20], Cluster(4, 20), mode="free-running")
+    assignment = list_schedule(problem, 1.0)
+    packs = [pack for wave in assignment for pack in wave]
+    assert sorted(k for pack in packs for k in pack.samples) == list(range(22))
+    assert {pack.samples: pack.degree for pack in packs if pack.degree > 1} == {(0,): 3, (1,): 2}
+    assert max(pack.load.tokens for pack in packs if pack.degree == 1) <= 20
+    step_s = makespan_s(schedule(problem, assignment))
+    assert step_s <= 1.1 * lower_bound_s(problem)
+
+
+def test_rings_prefer_windows_inside_a_node():
+    problem = problem_of([39, 38, 37], Cluster(6, 20, ranks_per_node=3), mode="free-running")
+    rings = [pack.ranks for wave in list_schedule(problem, 2.0) for pack in wave]
+    assert rings == [(0, 1), (3, 4), (3, 4)]
+    assert not any(crosses_nodes(ring, problem.cluster) for ring in rings)

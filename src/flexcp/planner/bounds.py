@@ -5,6 +5,8 @@ Bounds are about the model, not the machine: they ignore nothing that the model 
 
 from __future__ import annotations
 
+import numpy as np
+
 from flexcp.planner.problem import Problem
 
 
@@ -20,8 +22,8 @@ def lower_bound_s(problem: Problem) -> float:
     All three hold in both modes. Complexity: O(K·N) for the table of times, which is shared.
     """
     best_s = problem.sample_table_s.min(axis=1)
-    half = problem.cluster.capacity_tokens / 2
-    huge_s = sum(float(best) for best, load in zip(best_s, problem.loads, strict=True) if load.tokens > half)
+    tokens = np.array([load.tokens for load in problem.loads])
+    huge_s = float(best_s[2 * tokens > problem.cluster.capacity_tokens].sum())
     work_s = float(problem.work_s.sum()) / problem.ranks + _forced_packs_s(problem)
     return max(work_s, float(best_s.max()), huge_s)
 

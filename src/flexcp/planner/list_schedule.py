@@ -49,13 +49,14 @@ def list_schedule(problem: Problem, share: float) -> Assignment:
 
     Complexity: O(rings · N + K log(K + N)).
     """
-    limit_s = share * lower_bound_s(problem)
+    bound_s = lower_bound_s(problem)
+    limit_s = share * bound_s
     table_s = problem.sample_table_s
     degrees = least_degrees(table_s, np.maximum(limit_s, _NEAR_BEST * table_s.min(axis=1))[:, None])
     seconds = table_s[np.arange(len(degrees)), degrees - 1]
     free_s = np.zeros(problem.ranks)
     rings = _place_rings(problem, degrees.tolist(), seconds.tolist(), free_s)
-    ends = [_Gap(rank, lower_bound_s(problem) - float(free_s[rank]), True) for rank in range(problem.ranks)]
+    ends = [_Gap(rank, bound_s - float(free_s[rank]), True) for rank in range(problem.ranks)]
     singles = [k for k in range(len(degrees)) if degrees[k] == 1]
     singles.sort(key=lambda k: (-problem.work_s[k], k))
     _fill_gaps(problem, [gap for ring in rings for gap in ring.gaps] + ends, singles)

@@ -5,6 +5,9 @@ Never worse than `paper` or `static`: their plans are candidates too.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 import numpy as np
 
 from flexcp.planner.allocation import least_degrees, threshold
@@ -16,16 +19,17 @@ from flexcp.planner.problem import Assignment, Pack, Problem, Wave
 from flexcp.planner.timeline import makespan_s, schedule
 
 # Wave counts tried from the least that memory allows, and how many of them are looked at closely.
-_WAVE_COUNTS = 10
+_WAVE_COUNTS = 8
 _CLOSE_LOOKS = 3
 # Targets tried, relative to the one at which rank-time is used up exactly.
-_TARGETS = (1.0, 0.97, 1.02, 1.05, 1.1, 1.2)
+_FACTORS = (0.97, 1.03, 1.07, 1.15)
+_BISECTIONS = 16
 # No more is tried once a plan is within this factor of the bound.
 _CLOSE_ENOUGH = 1.005
 # Free-running: the longest that one long sample may run, as shares of the bound of the step.
 _STEP_SHARES = (1.0, 0.7, 0.5, 0.35, 0.25)
-# A sample that cannot meet the target takes the least degree within this factor of its best time.
-_NEAR_BEST = 1.05
+# Slacks tried, see `_Shape`; the first is where the search starts.
+_SLACKS = (1.15, 1.0, 1.05, 1.3)
 
 
 def assign(problem: Problem) -> Assignment:
@@ -53,25 +57,45 @@ def _step_s(problem: Problem, assignment: Assignment) -> float:
     return makespan_s(schedule(problem, assignment))
 
 
+class _Shape(NamedTuple):
+    """What is searched: waves, target relative to the balanced one, slack for samples that miss it.
+
+    A sample that cannot meet the target takes the least degree within `slack` of its best time. More slack
+    spends fewer ranks on long samples and makes their wave longer.
+    """
+
+    num_waves: int
+    factor: float = 1.0
+    slack: float = _SLACKS[0]
+
+
 def _search(problem: Problem) -> list[Assignment]:
-    """The best few assignments in full waves, by their makespan before placement."""
+    """The best few assignments in full waves, by their makespan before placement.
+
+    Wave counts first, then slacks, then targets, each time around the few best shapes so far.
+    """
+    made: dict[_Shape, tuple[float, Assignment]] = {}
+
+    def look(shapes: Iterable[_Shape]) -> list[_Shape]:
+        for shape in shapes:
+            if shape not in made and (attempt := _attempt(problem, shape)):
+                made[shape] = attempt
+        return sorted(made, key=lambda shape: (made[shape][0], shape))[:_CLOSE_LOOKS]
+
     first = max(1, -(-problem.tokens // problem.cluster.capacity_tokens))
-    counts = [w for w in range(first, first + _WAVE_COUNTS) if w <= len(problem.loads)]
-    rough = [(_attempt(problem, count, _TARGETS[0]), count) for count in counts]
-    ranked = sorted((made[0], count) for made, count in rough if made)[:_CLOSE_LOOKS]
-    found = [made for made, _ in rough if made]
-    for _, count in ranked:
-        found += [made for factor in _TARGETS[1:] if (made := _attempt(problem, count, factor))]
-    found.sort(key=lambda made: made[0])
-    return [assignment for _, assignment in found[:_CLOSE_LOOKS]]
+    leaders = look(_Shape(w) for w in range(first, min(first + _WAVE_COUNTS, len(problem.loads) + 1)))
+    leaders = look(shape._replace(slack=slack) for shape in leaders for slack in _SLACKS)
+    leaders = look(shape._replace(factor=factor) for shape in leaders for factor in _FACTORS)
+    return [made[shape][1] for shape in leaders]
 
 
-def _attempt(problem: Problem, num_waves: int, factor: float) -> tuple[float, Assignment] | None:
-    target_s = factor * _balanced_target_s(problem, num_waves)
+def _attempt(problem: Problem, shape: _Shape) -> tuple[float, Assignment] | None:
+    """Makespan and assignment of one shape; None if it does not fit into its waves."""
+    target_s = shape.factor * _balanced_target_s(problem, shape)
     table_s = problem.sample_table_s
-    degrees = _degrees(problem, target_s)
+    degrees = _degrees(problem, target_s, shape.slack)
     seconds = table_s[np.arange(len(degrees)), degrees - 1]
-    slots = _open_slots(problem, num_waves, target_s, degrees.tolist(), seconds.tolist())
+    slots = _open_slots(problem, shape.num_waves, target_s, degrees.tolist(), seconds.tolist())
     if slots is None:
         return None
     singles = [k for k in range(len(degrees)) if degrees[k] == 1]
@@ -83,26 +107,26 @@ def _attempt(problem: Problem, num_waves: int, factor: float) -> tuple[float, As
     return sum(seconds for seconds, _ in best), tuple(wave for _, wave in best)
 
 
-def _balanced_target_s(problem: Problem, num_waves: int) -> float:
-    """Seconds per wave at which the samples' rank-time just fills `num_waves` waves; by bisection."""
+def _balanced_target_s(problem: Problem, shape: _Shape) -> float:
+    """Seconds per wave at which the samples' rank-time just fills all waves; by bisection."""
     table_s, rows = problem.sample_table_s, np.arange(len(problem.loads))
-    low = float(problem.work_s.sum()) / problem.ranks / num_waves
+    low = float(problem.work_s.sum()) / problem.ranks / shape.num_waves
     high = low + float(table_s.min(axis=1).max()) * len(problem.loads)
-    for _ in range(24):
+    for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        degrees = _degrees(problem, middle)
+        degrees = _degrees(problem, middle, shape.slack)
         wide = degrees > 1
         area_s = float((table_s[rows, degrees - 1] * degrees)[wide].sum() + problem.work_s[~wide].sum())
-        if area_s <= num_waves * problem.ranks * (middle - problem.cost.pack_s):
+        if area_s <= shape.num_waves * problem.ranks * (middle - problem.cost.pack_s):
             high = middle
         else:
             low = middle
     return high
 
 
-def _degrees(problem: Problem, target_s: float) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _degrees(problem: Problem, target_s: float, slack: float) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     table_s = problem.sample_table_s
-    return least_degrees(table_s, np.maximum(target_s, _NEAR_BEST * table_s.min(axis=1))[:, None])
+    return least_degrees(table_s, np.maximum(target_s, slack * table_s.min(axis=1))[:, None])
 
 
 def _open_slots(

@@ -8,18 +8,20 @@ or stay idle (there: dealt out in turn).
 
 from __future__ import annotations
 
-from flexcp.planner.allocation import dynamic_programme
+from flexcp.planner.allocation import dynamic_programme, threshold
 from flexcp.planner.packing import best_fit_decreasing
 from flexcp.planner.problem import Assignment, Pack, Problem
 
 # Wave counts tried beyond the least that works; more waves give wider groups and more waiting.
 _EXTRA_WAVES = 3
+# Beyond this the dynamic programme takes seconds; the threshold search has the same makespan.
+_MOST_PROGRAMMED_RANKS = 256
 
 
 def assign(problem: Problem) -> Assignment:
     """Best-fit decreasing over the global batch, then degrees wave by wave; the best wave count wins.
 
-    Complexity: O(K·K' + waves · K'·N²).
+    Complexity: O(K·K' + waves · K'·N²); above 256 ranks O(K·K' + waves · K'·N·log(K'·N)).
     """
     packs = best_fit_decreasing(problem)
     seconds = [problem.seconds(pack) for pack in packs]
@@ -55,5 +57,6 @@ def _deal(packs: list[Pack], count: int, problem: Problem) -> list[list[Pack]] |
 
 
 def _allocate(wave: list[Pack], problem: Problem) -> tuple[Pack, ...]:
-    degrees = dynamic_programme(problem.table_s([pack.load for pack in wave]))
+    solve = dynamic_programme if problem.ranks <= _MOST_PROGRAMMED_RANKS else threshold
+    degrees = solve(problem.table_s([pack.load for pack in wave]))
     return tuple(Pack(p.samples, p.load, d) for p, d in zip(wave, degrees, strict=True))
