@@ -35,7 +35,7 @@ PACKS = {
 HEADS = [(2, 2), (6, 2)]
 # Largest difference over the largest value. fp32 is a contract. bf16 rounds inputs of each product and every
 # tile's result to 8 bits (2e-3 each), and a gradient goes through a handful of them.
-BANDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}
+BANDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
 def rows(layout: Layout) -> int:
@@ -146,8 +146,8 @@ def test_two_runs_are_bitwise_equal(degree: int) -> None:
 
 
 @pytest.mark.parametrize("pack", PACKS)
-@pytest.mark.parametrize("degree", DEGREES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("degree", [1, 3, 7])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_bytes_sent_are_the_bytes_accounted(degree: int, pack: str, dtype: torch.dtype) -> None:
     layout = make_layout(PACKS[pack], degree, 20)
     ran = attend_in_ring(*random_qkv(rows(layout), 6, 2, 8, dtype), layout)
