@@ -13,7 +13,9 @@ from typing import Any
 DEADLINE_S = 60.0
 
 
-def run_ranks(target: Callable[..., Any], nproc: int, *args: Any, deadline_s: float = DEADLINE_S) -> list[Any]:
+def run_ranks(
+    target: Callable[..., Any], nproc: int, *args: Any, deadline_s: float = DEADLINE_S
+) -> list[Any]:
     """Run `target(world, *args)` on `nproc` ranks; what each returned, by rank.
 
     `target` must be importable by name (a module-level function of a test module).

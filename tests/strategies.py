@@ -54,6 +54,7 @@ def cost_models(draw):
         token_s=scale(-4, -1),
         sample_s=draw(st.sampled_from([0.0, 1e-3])),
         pack_s=draw(st.sampled_from([0.0, 1e-2, 1.0])),
+        ring_step_s=draw(st.sampled_from([0.0, 1e-2, 1.0])),
         kv_bytes_per_token=scale(0, 3),
         layers=draw(st.integers(1, 4)),
         intra=intra,

@@ -127,7 +127,7 @@ def test_ranks_follow_one_order_so_none_waits_in_a_circle(problem):
 def test_one_token_a_rank():
     """E = 1: nothing may stay whole, every token has a rank of its own."""
     batch = [Sample(0, 3), Sample(1, 1), Sample(2, 2)]
-    model = CostModel(1e-3, 1e-2, 0.0, 1e-2, 1.0, 1, Link(1e6, 0.0), Link(1e6, 0.0))
+    model = CostModel(1e-3, 1e-2, 0.0, 1e-2, 0.0, 1.0, 1, Link(1e6, 0.0), Link(1e6, 0.0))
     plan = make_plan(batch, Cluster(3, 1), model)
     assert check(plan, model) == ()
     assert plan.num_waves == 2

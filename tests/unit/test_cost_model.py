@@ -13,26 +13,26 @@ from flexcp.core.sample import Sample
 from flexcp.cost import CostModel, Link, Load, cost_model, hardware
 
 LINK = Link(bytes_per_s=100.0, latency_s=0.25)
-COST = CostModel(1.0, 2.0, 3.0, 4.0, 10.0, 2, LINK, Link(10.0, 0.5), passes=3)
+COST = CostModel(1.0, 2.0, 3.0, 4.0, 0.5, 10.0, 2, LINK, Link(10.0, 0.5), passes=3)
 
 
 def test_one_rank_pays_no_communication():
-    assert COST.task_s(Load(4, 10, 1, 4), 1) == 10 + 8 + 3 + 4
+    assert COST.task_s(Load(4, 10, 1, 4, 1), 1) == 10 + 8 + 3 + 4
 
 
 def test_hidden_communication_costs_nothing():
     # 2 steps of (10 * 6 / 3 / 100 + 2 * 3 * 0.25) = 3.4 s hide behind 30 / 3 = 10 s of attention.
-    assert COST.task_s(Load(6, 30, 1, 6), 3) == 30 / 3 + (12 + 3) / 3 + 4
+    assert COST.task_s(Load(6, 30, 1, 6, 1), 3) == 30 / 3 + 12 / 3 + 3 + 4 + 2 * 0.5
 
 
 def test_exposed_communication_replaces_attention():
     # Across nodes: 2 steps of (10 * 6 / 3 / 10 + 2 * 3 * 0.5) = 10 s, attention only 1 s of it.
-    assert COST.task_s(Load(6, 3, 1, 6), 3, crosses_nodes=True) == pytest.approx(10 + (12 + 3) / 3 + 4)
+    assert COST.task_s(Load(6, 3, 1, 6, 1), 3, True) == pytest.approx(10 + 12 / 3 + 3 + 4 + 2 * 0.5)
 
 
 def test_whole_samples_send_nothing_and_are_never_divided():
     load = Load.of(Sample(0, 4), whole_below_tokens=5) + Load.of(Sample(1, 4), whole_below_tokens=5)
-    assert load == Load(8, 20, 2, 0, 4)
+    assert load == Load(8, 20, 2, 0, 0, 4)
     assert COST.task_s(load, 2) == 10 + 8 + 3 + 4
     assert COST.task_s(load, 8) == 10 + 8 + 3 + 4  # no faster than one sample on one rank
 
@@ -106,4 +106,4 @@ def test_the_h100_preset_predicts_public_attention_times(tokens, measured_ms):
 def test_values_can_be_sent_to_another_process():
     cost = cost_model(model_shape("qwen3-8b"), hardware("a100"))
     assert pickle.loads(pickle.dumps(cost)) == cost
-    assert np.isfinite(cost.times_s(Load(1, 1, 1, 1), 64, 8)).all()
+    assert np.isfinite(cost.times_s(Load(1, 1, 1, 1, 1), 64, 8)).all()

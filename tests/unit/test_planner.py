@@ -50,7 +50,7 @@ def test_every_policy_plans_it_correctly(policy, mode, lengths, ranks):
 def test_exact_powers_and_one_more(tokens, degree, policy):
     # With ring traffic this dear, nobody takes a rank more than memory asks for.
     dear = Link(1e3, 1.0)
-    cost = CostModel(1e-12, 1e-9, 0.0, 0.0, 1e3, 1, dear, dear)
+    cost = CostModel(1e-12, 1e-9, 0.0, 0.0, 0.0, 1e3, 1, dear, dear)
     plan = make_plan([Sample(0, tokens)], Cluster(64, 8192), cost, policy=policy)
     assert [task.degree for task in plan.tasks] == [degree]
 

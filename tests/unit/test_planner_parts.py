@@ -22,7 +22,7 @@ from flexcp.planner.problem import Problem
 from flexcp.planner.timeline import makespan_s, schedule
 
 FREE = Link(1e30, 0.0)
-COST = CostModel(1e-3, 1.0, 0.0, 0.5, 1.0, 1, FREE, FREE)
+COST = CostModel(1e-3, 1.0, 0.0, 0.5, 0.0, 1.0, 1, FREE, FREE)
 
 
 def problem_of(lengths, cluster, cost=COST, mode="lockstep", whole_below_tokens=0):
@@ -148,7 +148,7 @@ def test_the_work_bound_counts_the_waves_that_memory_forces():
 
 def test_the_longest_sample_bounds_a_batch_it_dominates():
     slow = Link(0.5, 0.0)
-    cost = CostModel(1e-3, 1.0, 0.0, 0.5, 1.0, 1, slow, slow)
+    cost = CostModel(1e-3, 1.0, 0.0, 0.5, 0.0, 1.0, 1, slow, slow)
     problem = problem_of([20, 1], Cluster(4, 20), cost)
     # Alone: 20.71 s on one rank, 20 + 10 + 0.5 s on two.
     assert lower_bound_s(problem) == pytest.approx(20.71)

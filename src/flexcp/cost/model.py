@@ -29,17 +29,18 @@ class Load:
 
     Attributes:
         tokens, pairs, samples: totals; pairs are those really attended.
-        cut_tokens: tokens of samples that are cut over the ranks of a group, so travel around its ring.
+        cut_tokens, cut_samples: those that are cut over the ranks of a group, so travel around its ring.
         longest_whole_tokens: the longest sample that stays on one rank however many the group has.
 
     >>> Load.of(Sample(0, 4), whole_below_tokens=3) + Load.of(Sample(1, 2), whole_below_tokens=3)
-    Load(tokens=6, pairs=13, samples=2, cut_tokens=4, longest_whole_tokens=2)
+    Load(tokens=6, pairs=13, samples=2, cut_tokens=4, cut_samples=1, longest_whole_tokens=2)
     """
 
     tokens: int = 0
     pairs: int = 0
     samples: int = 0
     cut_tokens: int = 0
+    cut_samples: int = 0
     longest_whole_tokens: int = 0
 
     @classmethod
@@ -51,7 +52,20 @@ class Load:
             pairs=sample.attended_pairs,
             samples=1,
             cut_tokens=sample.tokens if cut else 0,
+            cut_samples=int(cut),
             longest_whole_tokens=0 if cut else sample.tokens,
+        )
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The fields in their order: a row of what `CostModel.table_s` takes."""
+        return (
+            self.tokens,
+            self.pairs,
+            self.samples,
+            self.cut_tokens,
+            self.cut_samples,
+            self.longest_whole_tokens,
         )
 
     def __add__(self, other: Load) -> Load:
@@ -60,6 +74,7 @@ class Load:
             self.pairs + other.pairs,
             self.samples + other.samples,
             self.cut_tokens + other.cut_tokens,
+            self.cut_samples + other.cut_samples,
             max(self.longest_whole_tokens, other.longest_whole_tokens),
         )
 
@@ -79,33 +94,37 @@ class CostModel:
     T(d) = T_cp + T_cm - min(T_cpa, T_cma), where only attention computation hides only ring traffic::
 
         T_cpa = pair_s * pairs / d                                   the quadratic term, (1 + η) in the pairs
-        T_cp  = T_cpa + (token_s * tokens + sample_s * samples) / d + pack_s
+        T_cp  = T_cpa + token_s * tokens / d
+                + sample_s * (whole_samples / d + cut_samples)           every rank handles a cut sample
+                + pack_s + (d - 1) * ring_step_s                         work that a ring step adds
         T_cm  = T_cma = (d - 1) * (kv_bytes_per_token * cut_tokens / d / bandwidth
                                    + layers * passes * latency)      0 without cut samples
 
-    One thing is added: a sample that is never cut takes its own time however wide its group is, so no term
+    Beside the constants one thing is added to the paper's form: a sample that is never cut takes its own time however wide its group is, so no term
     falls below that of the longest whole sample.
 
     Attributes:
         pair_s, token_s, sample_s, pack_s: seconds per attended pair, per token, per sample, per pack.
+        ring_step_s: seconds of work (launches, merging) that one more ring step costs, without cut samples 0.
         kv_bytes_per_token: what one cut token sends per ring step over a whole step, all layers: K and V
             in every pass, and dK and dV in the backward pass.
         layers, passes: the ring is walked layers x passes times (forward, recomputation, backward).
         intra, inter: links inside a node and across nodes; a ring is as fast as its slowest link.
 
     >>> link = Link(bytes_per_s=100.0, latency_s=0.5)
-    >>> cost = CostModel(1.0, 2.0, 3.0, 4.0, 10.0, 1, link, link, passes=1)
-    >>> load = Load(tokens=4, pairs=10, samples=1, cut_tokens=4)
+    >>> cost = CostModel(1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 1, link, link, passes=1)
+    >>> load = Load(tokens=4, pairs=10, samples=1, cut_tokens=4, cut_samples=1)
     >>> cost.task_s(load, 1)                # 10 + 2 * 4 + 3 + 4
     25.0
-    >>> cost.task_s(load, 2)                # 5 + (8 + 3) / 2 + 4 + 0.7 - min(5, 0.7)
-    14.5
+    >>> cost.task_s(load, 2)                # 5 + 8 / 2 + 3 + 4 + 5 + 0.7 - min(5, 0.7)
+    21.0
     """
 
     pair_s: float
     token_s: float
     sample_s: float
     pack_s: float
+    ring_step_s: float
     kv_bytes_per_token: float
     layers: int
     intra: Link
@@ -115,23 +134,21 @@ class CostModel:
     def task_s(self, load: Load, degree: int, crosses_nodes: bool = False) -> float:
         """Seconds of one pack at one degree; `crosses_nodes` if its ring uses links between nodes."""
         link = self.inter if crosses_nodes else self.intra
-        counts = (load.tokens, load.pairs, load.samples, load.cut_tokens, load.longest_whole_tokens)
-        return float(self._seconds(*counts, degree, link.bytes_per_s, link.latency_s))
+        return float(self._seconds(load.counts, degree, link.bytes_per_s, link.latency_s))
 
     def times_s(self, load: Load, max_degree: int, ranks_per_node: int | None = None) -> Array:
         """Seconds of one pack at degrees 1..max_degree; entry d - 1 is degree d.
 
         Groups of up to `ranks_per_node` ranks (default: any) are taken to lie inside a node.
         """
-        counts = (load.tokens, load.pairs, load.samples, load.cut_tokens, load.longest_whole_tokens)
-        table = self.table_s(np.array([counts], dtype=np.float64), max_degree, ranks_per_node)
+        table = self.table_s(np.array([load.counts], dtype=np.float64), max_degree, ranks_per_node)
         return np.asarray(table[0])
 
     def table_s(self, counts: Array, max_degree: int, ranks_per_node: int | None = None) -> Array:
         """Seconds of K packs at degrees 1..max_degree, shape (K, max_degree).
 
         Args:
-            counts: shape (K, 5), the fields of `Load` in their order.
+            counts: shape (K, 6), a row `Load.counts` for each pack.
             max_degree: last degree.
             ranks_per_node: as in `times_s`.
         """
@@ -139,34 +156,23 @@ class CostModel:
         crosses = degree > (ranks_per_node or max_degree)
         bytes_per_s = np.where(crosses, self.inter.bytes_per_s, self.intra.bytes_per_s)
         latency_s = np.where(crosses, self.inter.latency_s, self.intra.latency_s)
-        tokens, pairs, samples, cut_tokens, whole_tokens = counts.T[:, :, None]
-        table: Array = self._seconds(
-            tokens, pairs, samples, cut_tokens, whole_tokens, degree, bytes_per_s, latency_s
-        )
+        table: Array = self._seconds(counts.T[:, :, None], degree, bytes_per_s, latency_s)
         return table
 
-    def _seconds(
-        self,
-        tokens: Counts,
-        pairs: Counts,
-        samples: Counts,
-        cut_tokens: Counts,
-        whole_tokens: Counts,
-        degree: Counts,
-        bytes_per_s: Counts,
-        latency_s: Counts,
-    ) -> Counts:
+    def _seconds(self, counts: Counts, degree: Counts, bytes_per_s: Counts, latency_s: Counts) -> Counts:
         """The formula; scalars for one pack, or arrays that broadcast."""
+        tokens, pairs, samples, cut_tokens, cut_samples, whole_tokens = counts
         whole_pairs = whole_tokens * (whole_tokens + 1) / 2
         attention = self.pair_s * np.maximum(pairs / degree, whole_pairs)
         linear = self.token_s * np.maximum(tokens / degree, whole_tokens)
-        ring_step = self.kv_bytes_per_token * cut_tokens / degree / bytes_per_s
-        ring_step = ring_step + self.layers * self.passes * latency_s * (cut_tokens > 0)
-        communication = (degree - 1) * ring_step
+        steps = (degree - 1) * (cut_samples > 0)
+        traffic = self.kv_bytes_per_token * cut_tokens / degree / bytes_per_s
+        communication = steps * (traffic + self.layers * self.passes * latency_s)
         # T_cpa + T_cm - min(T_cpa, T_cma), with T_cm = T_cma, is the larger of the two.
         exposed = np.maximum(attention, communication)
-        handling = self.sample_s * np.maximum(samples / degree, whole_tokens > 0)
-        return exposed + linear + handling + self.pack_s
+        whole = np.maximum((samples - cut_samples) / degree, whole_tokens > 0)
+        handling = self.sample_s * (whole + cut_samples)
+        return exposed + linear + handling + self.pack_s + steps * self.ring_step_s
 
 
 def cost_model(
@@ -188,6 +194,7 @@ def cost_model(
         token_s=flops_per_token(shape, checkpointing=checkpointing) / (rate * hardware.matmul_efficiency),
         sample_s=shape.layers * hardware.sample_overhead_s / speed,
         pack_s=shape.layers * hardware.pack_overhead_s / speed,
+        ring_step_s=shape.layers * passes * hardware.ring_step_overhead_s / speed,
         kv_bytes_per_token=float(channels * (passes * hardware.element_bytes + _GRADIENT_BYTES)),
         layers=shape.layers,
         intra=Link(hardware.intra_bytes_per_s, hardware.intra_latency_s),

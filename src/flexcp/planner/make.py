@@ -53,7 +53,7 @@ def make_plan(
     >>> from flexcp.core.sample import samples_from_lengths
     >>> from flexcp.cost.model import Link
     >>> link = Link(1e6, 1e-3)
-    >>> cost = CostModel(1e-8, 1e-3, 0.0, 0.1, 2000.0, 1, link, link)
+    >>> cost = CostModel(1e-8, 1e-3, 0.0, 0.1, 0.0, 2000.0, 1, link, link)
     >>> plan = make_plan(samples_from_lengths([50_000, 6_000, 300]), Cluster(8, 8192), cost)
     >>> [(task.samples, task.degree) for task in plan.tasks]
     [((0,), 7), ((1, 2), 1)]

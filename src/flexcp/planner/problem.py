@@ -91,10 +91,7 @@ class Problem:
 
     def table_s(self, loads: Sequence[Load]) -> Array:
         """Seconds of each load at degrees 1..N, shape (K, N); infinite below its least degree."""
-        counts = np.array(
-            [(x.tokens, x.pairs, x.samples, x.cut_tokens, x.longest_whole_tokens) for x in loads],
-            dtype=np.float64,
-        )
+        counts = np.array([load.counts for load in loads], dtype=np.float64)
         table = self.cost.table_s(counts, self.ranks, self.cluster.ranks_per_node)
         least = np.array([self.min_degree(load) for load in loads])
         table[np.arange(1, self.ranks + 1) < least[:, None]] = np.inf
@@ -122,6 +119,7 @@ class Problem:
             sum(load.pairs for load in loads),
             len(loads),
             sum(load.cut_tokens for load in loads),
+            sum(load.cut_samples for load in loads),
             max(load.longest_whole_tokens for load in loads),
         )
         return Pack(positions, total, degree)

@@ -207,7 +207,14 @@ class Engine:
 
 
 class Step:
-    """One global batch on this rank: iterate, call `backward` for each micro-batch, then `finish`."""
+    """One global batch on this rank: iterate, call `backward` for each micro-batch, then `finish`.
+
+    Attributes:
+        index: index of the step.
+        plan: the plan, the same on all ranks.
+        supervised_tokens: of the whole global batch; the divisor of the loss.
+        loss_sum: sum of the token losses that this rank has run so far.
+    """
 
     def __init__(
         self,
@@ -225,7 +232,7 @@ class Step:
         self._micro_batches = micro_batches
         self._begun_s = begun_s
         self._exposed_s = exposed_s
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
         self._busy_s = 0.0
         self._task_begun_s = 0.0
         mine = sum(micro.supervised_tokens for micro in micro_batches)
@@ -256,7 +263,7 @@ class Step:
         _check_attention_ran(micro)
         loss_sum = _loss_sum(output, micro)
         (loss_sum / self.supervised_tokens).backward()  # type: ignore[no-untyped-call]
-        self._loss_sum += loss_sum.detach()
+        self.loss_sum += loss_sum.detach()
         now_s = time.perf_counter()
         self._busy_s += now_s - self._task_begun_s
         self._engine.record(
@@ -289,7 +296,7 @@ class Step:
         grad_norm = self.reduce_gradients()
         reduced_s = time.perf_counter()
         measured_s = worked_s - self._work_begun_s
-        mine = [float(self._loss_sum), self._busy_s, measured_s, self._exposed_s]
+        mine = [float(self.loss_sum), self._busy_s, measured_s, self._exposed_s]
         row = torch.tensor(mine, dtype=torch.float64, device=engine.device)
         rows = all_gather_rows(row, "the end of a step")
         loss = float(rows[:, 0].sum()) / self.supervised_tokens

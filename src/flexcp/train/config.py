@@ -53,6 +53,7 @@ class ParallelSection(_Section):
     nproc: int = Field(default=1, ge=1, description="local ranks, when not started by torchrun")
     sharding: Literal["ddp", "fsdp2"] = "fsdp2"
     policy: str = "flexcp"
+    mode: Literal["free-running", "lockstep"] = "free-running"
     hardware: str = "cpu"
     tokens_per_rank: int | None = Field(default=None, ge=1, description="unset: from the hardware's memory")
     ranks_per_node: int = Field(default=8, ge=1)

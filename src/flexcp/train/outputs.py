@@ -31,14 +31,15 @@ class Outputs:
     Args:
         folder: the run folder; made if missing.
         steps: steps of the whole run.
+        first_step: where this run starts; what an earlier, longer attempt wrote from there on is dropped.
         rank: only rank 0 writes.
         shown: whether to draw on the terminal.
     """
 
-    def __init__(self, folder: Path, steps: int, *, rank: int, shown: bool) -> None:
+    def __init__(self, folder: Path, steps: int, first_step: int, *, rank: int, shown: bool) -> None:
         self._folder = folder
         self._first = rank == 0
-        self._console = Console(quiet=not shown)
+        self._console = Console(quiet=not shown, soft_wrap=True)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -49,6 +50,7 @@ class Outputs:
             transient=True,
         )
         self._steps = steps
+        self._first_step = first_step
         self._tasks: dict[str, TaskID] = {}
         self._reports: list[StepReport] = []
         self._board = None
@@ -56,7 +58,8 @@ class Outputs:
             from torch.utils.tensorboard import SummaryWriter
 
             folder.mkdir(parents=True, exist_ok=True)
-            self._board = SummaryWriter(str(folder / "tensorboard"))
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step or None)
+            _drop_metrics(folder / "metrics.jsonl", first_step)
 
     def __enter__(self) -> Outputs:
         self._bar.start()
@@ -92,6 +95,8 @@ class Outputs:
         )
         for skipped in corpus.skipped:
             self._console.print(f"[yellow]{skipped}[/]", highlight=False)
+        if self._first_step:
+            self._console.print(f"[cyan]resumed at step {self._first_step}[/]", highlight=False)
         self._console.print(_HEADER, style="bold", highlight=False)
 
     def step(self, report: StepReport, lr: float) -> None:
@@ -119,16 +124,12 @@ class Outputs:
         """A checkpoint was written."""
         self._console.print(f"[dim]saved {path}[/]", highlight=False)
 
-    def resumed(self, step: int) -> None:
-        """Training goes on from a checkpoint."""
-        self._console.print(f"[cyan]resumed at step {step}[/]", highlight=False)
-
     def finish(self, eval_losses: dict[int, float]) -> None:
         """The table at the end, and the timeline file; call after all ranks have closed their traces."""
         if not self._first:
             return
         self._bar.stop()
-        traces = sorted((self._folder / "trace").glob("rank-*.jsonl"))
+        traces = sorted(trace_path(self._folder, self._first_step, 0).parent.glob("rank-*.jsonl"))
         spans = (span for path in traces for span in read_spans(path))
         (self._folder / "timeline.json").write_text(to_perfetto(spans))
         if self._reports:
@@ -147,6 +148,24 @@ class Outputs:
     def _scalar(self, name: str, value: object, step: int) -> None:
         if self._board is not None:
             self._board.add_scalar(name, value, step)
+
+
+def trace_path(folder: Path, first_step: int, rank: int) -> Path:
+    """Spans of one rank of one attempt; clocks of different attempts do not share an origin."""
+    return folder / "trace" / f"from-step-{first_step:08d}" / f"rank-{rank}.jsonl"
+
+
+def _drop_metrics(path: Path, first_step: int) -> None:
+    """Keep the records of steps before `first_step`."""
+    if not path.exists():
+        return
+    records = [(line, json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    kept = [
+        line
+        for line, record in records
+        if record.get("step", -1) < first_step and record.get("evaluated_after", 0) <= first_step
+    ]
+    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
 
 _HEADER = (

@@ -36,7 +36,7 @@ from flexcp.runtime.sharding import shard
 from flexcp.train.config import OptimizerSection, TrainConfig
 from flexcp.train.corpus import Corpus, open_corpus
 from flexcp.train.model import build_model, compute_dtype, model_config
-from flexcp.train.outputs import Outputs
+from flexcp.train.outputs import Outputs, trace_path
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,18 @@ def train(world: World, config: TrainConfig, resume: bool = False, quiet: bool =
     Raises:
         FlexCPError: see `core.errors`; bad input is found before step 0.
     """
-    _check_folder(config, resume)
     run = config.run
-    with Outputs(run.folder, run.steps, rank=world.rank, shown=world.rank == 0 and not quiet) as outputs:
+    checkpoint = _checkpoint_to_resume(run.folder, resume)
+    first_step = read_state(checkpoint)["step"] if checkpoint else 0
+    shown = world.rank == 0 and not quiet
+    with Outputs(run.folder, run.steps, first_step, rank=world.rank, shown=shown) as outputs:
         limit = config.parallel.tokens_per_rank and config.parallel.tokens_per_rank * world.size
         corpus = open_corpus(config.data, limit, run.seed, outputs.progress)
         planner, model = _build(config, corpus, world)
         optimizer = _optimizer(model, config.optimizer)
         schedule = LambdaLR(optimizer, partial(learning_rate_factor, config.optimizer, run.steps))
         outputs.describe(config, corpus, model, planner)
-        with enable(model), TraceWriter(run.folder / "trace" / f"rank-{world.rank}.jsonl") as trace:
+        with enable(model), TraceWriter(trace_path(run.folder, first_step, world.rank)) as trace:
             engine = Engine(
                 model,
                 optimizer,
@@ -83,8 +85,8 @@ def train(world: World, config: TrainConfig, resume: bool = False, quiet: bool =
                 trace=trace,
             )
             loop = _Loop(config, corpus, model, optimizer, schedule, engine, outputs)
-            if resume:
-                loop.resume()
+            if checkpoint:
+                loop.resume(checkpoint)
             try:
                 loop.run()
             finally:
@@ -135,21 +137,17 @@ class _Loop:
             self._save(self.engine.step)
             raise
 
-    def resume(self) -> None:
-        """Load the newest checkpoint."""
-        found = checkpoints(self.config.run.folder / "checkpoints")
-        if not found:
-            raise CheckpointError(f"{self.config.run.folder} holds no checkpoint", "Start without --resume.")
-        state = read_state(found[-1])
+    def resume(self, checkpoint: Path) -> None:
+        """Continue from a checkpoint."""
+        state = read_state(checkpoint)
         if state["data"] != self.corpus.fingerprint:
             raise CheckpointError(
-                f"{found[-1].name} was made with other data or another tokenizer",
+                f"{checkpoint.name} was made with other data or another tokenizer",
                 "Resume with the same data, or start a new run in another folder.",
             )
-        load_checkpoint(found[-1], self.model, self.optimizer)
+        load_checkpoint(checkpoint, self.model, self.optimizer)
         self.engine.load_state_dict(state["engine"])
         self.schedule.load_state_dict(state["schedule"])
-        self.outputs.resumed(self.engine.step)
 
     def _evaluate(self, done: int) -> None:
         if self.corpus.evaluation is None:
@@ -200,7 +198,13 @@ def _build(config: TrainConfig, corpus: Corpus, world: World) -> tuple[Planner, 
         shape, device, world.size, sharding=sharding, checkpointing=checkpointing
     )
     cluster = Cluster(world.size, budget, parallel.ranks_per_node)
-    planner = Planner(cluster, cost, policy=parallel.policy, whole_below_tokens=parallel.whole_below_tokens)
+    planner = Planner(
+        cluster,
+        cost,
+        policy=parallel.policy,
+        mode=parallel.mode,
+        whole_below_tokens=parallel.whole_below_tokens,
+    )
     model = build_model(hf_config, config.run, world.device)
     dtype = torch.bfloat16 if config.run.dtype == "bf16" else None
     return planner, shard(model, parallel.sharding, blocks=blocks_of(model), param_dtype=dtype)
@@ -230,14 +234,17 @@ def _forward(model: nn.Module, config: TrainConfig) -> Callable[[MicroBatch], An
     return forward
 
 
-def _check_folder(config: TrainConfig, resume: bool) -> None:
-    """A run folder belongs to one run; continuing it must be asked for."""
-    found = checkpoints(config.run.folder / "checkpoints")
+def _checkpoint_to_resume(folder: Path, resume: bool) -> Path | None:
+    """The newest checkpoint; a run folder belongs to one run, and continuing it must be asked for."""
+    found = checkpoints(folder / "checkpoints")
+    if resume and not found:
+        raise CheckpointError(f"{folder} holds no checkpoint", "Start without --resume.")
     if found and not resume:
         raise ConfigError(
-            f"{config.run.folder} already holds checkpoints (newest: {found[-1].name})",
+            f"{folder} already holds checkpoints (newest: {found[-1].name})",
             "Continue with --resume, or choose another folder with --set run.folder=…",
         )
+    return found[-1] if resume else None
 
 
 def _due(done: int, every: int, steps: int) -> bool:

@@ -54,12 +54,18 @@ def flexcp_attention(
     context = _context(module, options)
     _refuse(module, attention_mask, dropout, options)
     rows = query.shape[2] - context.padding_rows
-    q, k, v = (x[0, :, :rows].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (_lowered(x[0, :, :rows].transpose(0, 1)) for x in (query, key, value))
     out = ring_attention(q, k, v, context.layout, context.exchange, scale=scaling)
     context.calls += 1
     if context.padding_rows:
         out = torch.cat([out, out.new_zeros((context.padding_rows, *out.shape[1:]))])
     return out[None], None
+
+
+def _lowered(x: Tensor) -> Tensor:
+    """Rotation leaves q and k in fp32 under autocast; torch's own attention casts them back, so here too."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def _context(module: nn.Module, options: dict[str, Any]) -> TaskContext:

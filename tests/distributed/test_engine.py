@@ -1,0 +1,193 @@
+"""The engine across ranks: same losses whatever the plan, nothing built after start, evaluation, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from flexcp.core.cluster import Cluster
+from flexcp.core.errors import ConfigError, DataError, DisagreementError, SampleTooLongError, UnsupportedError
+from flexcp.core.model_shape import ModelShape
+from flexcp.cost.hardware import hardware
+from flexcp.cost.model import cost_model
+from flexcp.planner import Planner
+from tests.harness import run_ranks
+from tests.models import ListDataset, reference_step, tiny_model
+
+SHAPE = ModelShape("tiny", 2, 32, 4, 2, 8, 48, 97)
+LENGTHS = [37, 12, 61, 5, 1, 90, 23, 2, 44, 71, 3, 128, 17, 29, 8, 53, 31, 7, 100]
+
+
+def make_planner(ranks: int, policy: str = "flexcp", tokens_per_rank: int = 48) -> Planner:
+    """A planner under which the long ones of `LENGTHS` need 2 and 3 ranks."""
+    cost = cost_model(SHAPE, hardware("cpu"))
+    return Planner(Cluster(ranks, tokens_per_rank), cost, policy=policy, whole_below_tokens=16)
+
+
+def make_engine(model: Any, planner: Any, dataset: Any, **options: Any) -> Any:
+    from flexcp.runtime.engine import Engine
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Engine(model, optimizer, planner, dataset, **options)
+
+
+def losses_of(engine: Any) -> list[float]:
+    """Run to the end; the loss of every step."""
+    reports = []
+    for step in engine:
+        for micro in step:
+            step.backward(engine.model(**micro.inputs), micro)
+        reports.append(step.finish())
+    engine.close()
+    return [report.loss for report in reports]
+
+
+def train_with_policies(world: Any, policies: Sequence[str], steps: int) -> dict[str, list[float]]:
+    from flexcp.integrations.transformers import blocks_of, enable
+    from flexcp.runtime.sharding import shard
+
+    losses = {}
+    for policy in policies:
+        model = tiny_model()
+        model = shard(model, "fsdp2", blocks=blocks_of(model))
+        with enable(model):
+            planner = make_planner(world.size, policy)
+            engine = make_engine(model, planner, ListDataset(LENGTHS), global_batch=7, steps=steps)
+            losses[policy] = losses_of(engine)
+    return losses
+
+
+def train_alone(steps: int) -> list[float]:
+    """Plain PyTorch, one process, sample by sample."""
+    from flexcp.runtime.order import global_batch
+
+    model, dataset = tiny_model(), ListDataset(LENGTHS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        losses.append(reference_step(model, dataset, global_batch(len(dataset), 7, 0, step)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_policies_train_alike() -> None:
+    """20 steps of SGD in fp32: static, paper and flexcp lose the same as one process without FlexCP."""
+    policies = ["static", "paper", "flexcp"]
+    by_rank = run_ranks(train_with_policies, 3, policies, 20)
+    alone = train_alone(20)
+
+    assert alone[-1] < alone[0]
+    for policy in policies:
+        assert by_rank[0][policy] == by_rank[2][policy]
+        assert by_rank[0][policy] == pytest.approx(alone, rel=1e-5)
+
+
+def evaluate_and_count(world: Any) -> dict[str, Any]:
+    """Evaluation by the training path, odd sample counts, and the number of communicators."""
+    from flexcp.integrations.transformers import blocks_of, enable
+    from flexcp.runtime.sharding import shard
+
+    found: dict[str, Any] = {"eval": [], "counts": []}
+    model = tiny_model()
+    model = shard(model, "fsdp2", blocks=blocks_of(model))
+    with enable(model):
+        engine = make_engine(model, make_planner(world.size), ListDataset(LENGTHS), global_batch=5, steps=3)
+        found["groups at start"] = dist.distributed_c10d._world.group_count  # what torch itself counts
+        for lengths in ([40], [30, 60, 9], LENGTHS):  # D55: 60 and more tokens need two ranks
+            found["eval"].append(engine.evaluate(ListDataset(lengths, unlabelled=())))
+        losses_of(engine)
+        found["groups at end"] = dist.distributed_c10d._world.group_count
+        for samples, batch in ((1, 1), (1, 4), (7, 5), (world.size - 1, world.size - 1)):
+            few = ListDataset(LENGTHS[:samples], unlabelled=())
+            small = make_engine(model, make_planner(world.size), few, global_batch=batch, steps=2)
+            found["counts"].append(losses_of(small))
+    return found
+
+
+def test_evaluation_small_batches_and_communicators() -> None:
+    """D26, D30, D36, D37, D55, D56, D57."""
+    by_rank = run_ranks(evaluate_and_count, 3)
+    model = tiny_model()
+    datasets = [ListDataset(lengths, unlabelled=()) for lengths in ([40], [30, 60, 9], LENGTHS)]
+    expected = [reference_step(model, dataset, range(len(dataset))) for dataset in datasets]
+
+    for found in by_rank:
+        assert found["eval"] == pytest.approx(expected, rel=1e-5)
+        assert np.isfinite(found["counts"]).all()
+        assert found["groups at end"] == found["groups at start"] == by_rank[0]["groups at start"]
+        assert found["groups at start"] <= 2  # the world, and one parent of all rings
+
+
+def provoke(world: Any) -> dict[str, str]:
+    """Every refusal that must reach all ranks alike, and the text it comes with."""
+    from flexcp.integrations.transformers import enable
+
+    texts: dict[str, str] = {}
+
+    def expect(name: str, kind: type[Exception], engine: Any) -> None:
+        try:
+            losses_of(engine())
+            texts[name] = "nothing was raised"
+        except kind as error:
+            texts[name] = str(error)
+
+    model = tiny_model()
+    data = ListDataset([10, 20, 30])
+    planner = make_planner(world.size)
+
+    def build(dataset: Any = data, planner: Any = planner, model: Any = model, **options: Any) -> Any:
+        return lambda: make_engine(model, planner, dataset, **{"global_batch": 3, "steps": 1, **options})
+
+    with enable(model):
+        expect("too long", SampleTooLongError, build(ListDataset([10, 97])))
+        expect("no labels", DataError, build(ListDataset([10, 20], unlabelled=(0, 1))))
+        expect("empty", DataError, build(ListDataset([])))
+        expect("ranks", ConfigError, build(planner=make_planner(world.size + 1)))
+        expect("batch", ConfigError, build(global_batch=0))
+        lying = ListDataset([10, 20])
+        lying.lengths = np.array([10, 21])
+        expect("changed", DataError, build(lying))
+        wrapped = torch.nn.parallel.DistributedDataParallel(tiny_model())
+        expect("buffers", ConfigError, build(model=wrapped))
+        expect("plans", DisagreementError, lambda: _tampered(build()()))
+    expect("not enabled", UnsupportedError, build(model=tiny_model()))
+    return texts
+
+
+def _tampered(engine: Any) -> Any:
+    """An engine whose rank 1 receives another plan than the rest."""
+    from dataclasses import replace
+
+    receive = engine._feed.receive
+
+    def receive_other() -> Any:
+        planned = receive()
+        other = replace(planned.plan, policy="another")
+        return replace(planned, plan=other) if engine.rank == 1 else planned
+
+    engine._feed.receive = receive_other
+    return engine
+
+
+def test_bad_input_ends_all_ranks_with_one_sentence() -> None:
+    """D28, D48, D49 and the bad inputs of a step; every rank says the same, and none hangs."""
+    first, second = run_ranks(provoke, 2)
+
+    assert first["too long"] == second["too long"]
+    assert "sample 1 has 97 tokens" in first["too long"]
+    assert "It fits on 3 ranks" in first["too long"]
+    assert "none of the 3 samples of step 0 has a supervised token" in first["no labels"]
+    assert "the data set is empty" in first["empty"]
+    assert "plans for 3 ranks, the world has 2" in first["ranks"]
+    assert "global_batch is 0" in first["batch"]
+    assert "sample 1 has 20 tokens, its length was 21" in first["changed"] + second["changed"]
+    assert "broadcasts buffers" in first["buffers"]
+    assert "rank 0 and ranks [1] hold different plans" in first["plans"]
+    assert "rank 1 and ranks [0] hold different plans" in second["plans"]
+    assert "ran without FlexCP attention" in first["not enabled"]

@@ -1,0 +1,241 @@
+"""The reference trainer from files to checkpoints: resume, killed ranks, full disks, bad data."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from flexcp.core.errors import CheckpointError, ConfigError, DataError
+from flexcp.core.trace import read_spans
+from tests.harness import run_ranks
+
+SOURCES = {f"module_{i}.py": "x = 1  # a line of text\n" * (3 + 7 * i % 40) for i in range(24)}
+
+
+def make_config(folder: Path, **changes: Any) -> Any:
+    """A run of seconds: three ranks, samples on one to three of them, fp32 AdamW."""
+    from flexcp.train.config import TrainConfig
+
+    data = folder / "data"
+    if not data.exists():
+        data.mkdir()
+        for name, text in SOURCES.items():
+            (data / name).write_text(text)
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 48},
+        "data": {"path": str(data), "eval_samples": 3},
+        "parallel": {"tokens_per_rank": 400, "whole_below_tokens": 64},
+        "optimizer": {"lr": 1e-2, "warmup_steps": 2},
+        "run": {"folder": folder / "run", "steps": 10, "global_batch": 6, "timeout_s": 30},
+    }
+    for key, value in changes.items():
+        section, name = key.split("__")
+        sections[section][name] = value
+    return TrainConfig.model_validate(sections)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Loss of every step, from the metrics file."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records if "step" in record}
+
+
+def train_then_resume(world: Any, folder: Path, sharding: str) -> tuple[dict[int, float], dict[int, float]]:
+    """Ten steps; then again from the checkpoint of step 7."""
+    from flexcp.runtime.checkpoint import checkpoints
+    from flexcp.train.trainer import train
+
+    run = folder / sharding
+    config = make_config(folder, run__folder=run, parallel__sharding=sharding, run__checkpoint_every=7)
+    train(world, config, quiet=True)
+    unbroken = losses(run)
+    dist.barrier()
+    if world.rank == 0:
+        after_seven, at_the_end = checkpoints(run / "checkpoints")
+        shutil.rmtree(at_the_end)
+        assert after_seven.name == "step-00000007"
+    dist.barrier()
+    summary = train(world, config, resume=True, quiet=True)
+    assert [report.step for report in summary.reports] == [7, 8, 9]
+    return unbroken, losses(run)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_resume_is_bitwise(tmp_path: Path, sharding: str) -> None:
+    """D59: stop after step 7 and resume: the losses of the unbroken run, to the last bit."""
+    make_config(tmp_path)
+    for unbroken, resumed in run_ranks(train_then_resume, 3, tmp_path, sharding, deadline_s=90):
+        assert sorted(unbroken) == sorted(resumed) == list(range(10))
+        assert unbroken == resumed
+        assert unbroken[9] < unbroken[0]
+    run = tmp_path / sharding
+    assert list((run / "tensorboard").iterdir())
+    timeline = json.loads((run / "timeline.json").read_text())
+    names = {event["name"] for event in timeline["traceEvents"]}
+    assert {"task", "reduce", "optimizer", "thread_name"} <= names
+    spans = [span for path in run.glob("trace/from-step-00000000/rank-*.jsonl") for span in read_spans(path)]
+    degrees = {span.detail["degree"] for span in spans if span.name == "task" and span.detail}
+    assert degrees >= {1, 2}
+
+
+def train_and_fill_the_disk(world: Any, folder: Path) -> tuple[str, list[str], list[str]]:
+    """The second checkpoint hits a limit on file size, as a full disk would: rank 1 cannot write."""
+    from flexcp.train.trainer import train
+
+    config = make_config(folder, run__steps=4, run__checkpoint_every=2, parallel__sharding="fsdp2")
+    import flexcp.train.trainer as trainer
+
+    write = trainer.save_checkpoint
+
+    def limited(target: Path, step: int, *rest: Any) -> Path:
+        if step == 4 and world.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
+        try:
+            return write(target, step, *rest)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    trainer.save_checkpoint = limited
+    try:
+        train(world, config, quiet=True)
+    except CheckpointError as error:
+        left = sorted(path.name for path in (config.run.folder / "checkpoints").iterdir())
+        dist.barrier()
+        summary = train(world, config, resume=True, quiet=True) if not trainer_reset(write) else None
+        assert summary is not None
+        return str(error), left, [str(report.step) for report in summary.reports]
+    return "nothing was raised", [], []
+
+
+def trainer_reset(write: Any) -> bool:
+    """Put the real writer back."""
+    import flexcp.train.trainer as trainer
+
+    trainer.save_checkpoint = write
+    return False
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    """All ranks hear of it; the checkpoint of step 2 is whole, and the run goes on from it."""
+    make_config(tmp_path)
+    for text, left, steps in run_ranks(train_and_fill_the_disk, 2, tmp_path):
+        assert "the checkpoint of step 4 could not be written: rank 1: " in text
+        assert "Older checkpoints are untouched" in text
+        assert left == ["step-00000002"]
+        assert steps == ["2", "3"]
+
+
+def run_flexcp(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """The command line, as a user starts it."""
+    command = [sys.executable, "-m", "flexcp", "train", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def write_toml(folder: Path, **changes: Any) -> Path:
+    """A run file for `make_config`'s run."""
+    path = folder / "run.toml"
+    lines = []
+    for name, section in make_config(folder, **changes).model_dump(mode="json").items():
+        lines.append(f"[{name}]")
+        lines += [f"{key} = {json.dumps(value)}" for key, value in section.items() if value is not None]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
+    """All other ranks end within 60 s and the message names the rank that was killed."""
+    config = write_toml(tmp_path, run__steps=100_000)
+    run = run_flexcp(str(config), "--nproc", "3", "--quiet")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    end_s = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") > 2):
+        assert time.monotonic() < end_s, "training did not start"
+        assert run.poll() is None, run.communicate()[1]
+        time.sleep(0.2)
+    ranks = children_of(run.pid)
+    assert len(ranks) == 3
+    killed_s = time.monotonic()
+    os.kill(ranks[1], signal.SIGKILL)
+    _, errors = run.communicate(timeout=60)
+
+    assert time.monotonic() - killed_s < 60
+    assert run.returncode == 1
+    assert "rank 1 on " in errors
+    assert "was killed by SIGKILL" in errors
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+
+
+def children_of(pid: int) -> list[int]:
+    """Process ids of the ranks, in the order of their start; multiprocessing's own helper is left out."""
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    children = [int(child) for child in text.split()]
+    return [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause", "remedy"),
+    [
+        ({"data__path": "nowhere"}, "nowhere does not exist", ""),
+        ({"parallel__hardware": "h10"}, "unknown hardware 'h10'", "Did you mean"),
+        ({"parallel__policy": "flex"}, "unknown policy 'flex'", "Did you mean 'flexcp'?"),
+        ({"parallel__tokens_per_rank": 20, "parallel__whole_below_tokens": 8}, "tokens", "too_long"),
+    ],
+)
+def test_bad_input_is_one_line_of_cause_and_one_of_remedy(
+    tmp_path: Path, changes: dict[str, Any], cause: str, remedy: str
+) -> None:
+    """Exit code 2, no traceback, and every rank gone."""
+    run = run_flexcp(str(write_toml(tmp_path, **changes)), "--nproc", "2", "--quiet")
+    _, errors = run.communicate(timeout=60)
+
+    assert run.returncode == 2, errors
+    assert cause in errors
+    assert remedy in errors
+    assert "Traceback" not in errors
+
+
+def test_a_run_folder_is_not_overwritten(tmp_path: Path) -> None:
+    """A finished run is continued only when asked to, and only with its own data."""
+    make_config(tmp_path)
+    texts = run_ranks(reuse_the_folder, 1, tmp_path)[0]
+
+    assert "already holds checkpoints (newest: step-00000002)" in texts["again"]
+    assert "holds no checkpoint" in texts["nothing"]
+    assert "made with other data or another tokenizer" in texts["data"]
+    assert "made with seed = 0, this run has 1" in texts["seed"]
+    assert "the tokenizer" in texts["shape"] or "does not fit this model" in texts["shape"]
+    assert "changed since the length index" in texts["index"]
+
+
+def reuse_the_folder(world: Any, folder: Path) -> dict[str, str]:
+    from flexcp.train.trainer import train
+
+    def attempt(resume: bool, **changes: Any) -> str:
+        try:
+            train(world, make_config(folder, **{"run__steps": 2, **changes}), resume=resume, quiet=True)
+        except (CheckpointError, ConfigError, DataError) as error:
+            return str(error)
+        return "nothing was raised"
+
+    assert attempt(False) == "nothing was raised"
+    texts = {
+        "again": attempt(False),
+        "nothing": attempt(True, run__folder=folder / "other"),
+        "seed": attempt(True, run__seed=1, data__eval_samples=0, run__steps=4),
+        "shape": attempt(True, model__hidden=64, run__steps=4),
+    }
+    texts["data"] = attempt(True, data__too_long="skip", data__max_tokens=300, run__steps=4)
+    (folder / "data" / "module_0.py").write_text("changed = True\n")
+    texts["index"] = attempt(True, run__steps=4)
+    return texts
