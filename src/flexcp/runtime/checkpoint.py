@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -53,8 +54,8 @@ def save_checkpoint(
             (aside / _STATE).write_text(json.dumps({"schema": _SCHEMA, "step": step, **state}))
             shutil.rmtree(target, ignore_errors=True)
             aside.rename(target)
-    except Exception as error:
-        trouble = _first_line(error)
+    except (Exception, CheckpointException) as error:
+        trouble = _cause(error)
     _agree(trouble, step, aside)
     if first:
         for old in checkpoints(folder)[:-keep]:
@@ -73,9 +74,9 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     loaded: dict[str, Any] = {"model": weights, "optimizer": optimizer_state}
     try:
         load(loaded, checkpoint_id=path)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         raise CheckpointError(
-            f"{path} does not fit this model: {_first_line(error)}",
+            f"{path} does not fit this model: {_cause(error)}",
             "Resume with the config it was made with.",
         ) from error
     set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
@@ -103,20 +104,19 @@ def _agree(trouble: str, step: int, aside: Path) -> None:
     troubles: list[Any] = [None] * dist.get_world_size()
     with peers_in_reach("a checkpoint"):
         dist.all_gather_object(troubles, trouble)
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(troubles) if text]
-    if failed:
+    found = [text for text in troubles if text]
+    if found:
         if dist.get_rank() == 0:
             shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
-            f"the checkpoint of step {step} could not be written: {failed[0]}",
+            f"the checkpoint of step {step} could not be written: {found[0]}",
             "Older checkpoints are untouched. Make room, then resume from the newest one.",
         )
 
 
-def _first_line(error: BaseException) -> str:
-    """The root cause in one line; torch wraps what went wrong on each rank."""
-    inner = getattr(error, "failures", None)
-    if inner:
-        wrapped = next(iter(inner.values()))
-        error = wrapped[0] if isinstance(wrapped, tuple) else wrapped
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+def _cause(error: BaseException) -> str:
+    """Rank and root cause in one line; torch wraps what went wrong on other ranks."""
+    rank = dist.get_rank()
+    if isinstance(error, CheckpointException):
+        rank, (error, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0]

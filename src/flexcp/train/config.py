@@ -11,6 +11,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flexcp.core.errors import ConfigError, UnknownNameError
+from flexcp.cost.hardware import hardware
+from flexcp.planner import POLICIES
 
 
 class _Section(BaseModel):
@@ -103,7 +105,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
     Raises:
         ConfigError: not TOML, a wrong value; the key is named.
-        UnknownNameError: an unknown key; the nearest is suggested.
+        UnknownNameError: an unknown key, hardware or policy; the nearest is suggested.
     """
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -115,13 +117,18 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         _apply(raw, override)
     _check_keys(raw, TrainConfig, "")
     try:
-        return TrainConfig.model_validate(raw)
+        config = TrainConfig.model_validate(raw)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         raise ConfigError(
             f"{key} = {first['input']!r}: {first['msg']}", f"Mend it in {path} or with --set."
         ) from None
+    # Names are looked up before any rank is started: a typing error should not cost a minute.
+    hardware(config.parallel.hardware)
+    if config.parallel.policy not in POLICIES:
+        raise UnknownNameError("policy", config.parallel.policy, POLICIES)
+    return config
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:
