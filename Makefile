@@ -37,10 +37,12 @@ readme: $(STAMP) ## bring the README's picture, output and file tree up to date
 	$(BIN)/python docs/make_tree.py
 
 demo: $(STAMP) ## train a small model on 4 CPU ranks, on the Python sources of this interpreter
+	rm -rf runs/demo
 	$(BIN)/flexcp train examples/demo.toml
 
 demo-short: $(STAMP) ## the same for a few steps
-	$(BIN)/flexcp train examples/demo.toml --set run.steps=3
+	rm -rf runs/demo-short
+	$(BIN)/flexcp train examples/demo.toml --set run.steps=3 --set run.folder=runs/demo-short
 
 clean: ## remove the environment, build outputs, caches and runs
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

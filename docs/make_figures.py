@@ -1,4 +1,4 @@
-"""Makes the figures and the command output that the README shows: python docs/make_figures.py."""
+"""Makes what the pages show of the program itself (figures, output, options): python docs/make_figures.py."""
 
 import os
 import re
@@ -29,5 +29,23 @@ def figures() -> None:
     readme.write_text(text, encoding="utf-8")
 
 
+def options() -> None:
+    """Write the table of run options into docs/training.md, from the configuration itself."""
+    from flexcp.train.config import TrainConfig
+
+    rows = ["| key | default | |", "|---|---|---|"]
+    for name, section in TrainConfig.model_fields.items():
+        for key, field in section.annotation.model_fields.items():
+            default = "" if field.default is None else f"`{field.default}`"
+            rows.append(f"| `{name}.{key}` | {default} | {field.description or ''} |")
+    block = "\n".join(["<!-- options -->", *rows, "<!-- /options -->"])
+    page = ROOT / "docs/training.md"
+    text = page.read_text(encoding="utf-8")
+    page.write_text(
+        re.sub(r"<!-- options -->.*<!-- /options -->", lambda _: block, text, flags=re.S), encoding="utf-8"
+    )
+
+
 if __name__ == "__main__":
     figures()
+    options()

@@ -1,11 +1,12 @@
 """Flexible context parallelism: any-integer degrees, chosen anew for every global batch.
 
 Everything a user needs is here; names that are not in `__all__` may change. Importing this never imports
-torch: `Engine` is loaded when it is first asked for.
+torch: `Engine`, `launch`, `shard` and `transformers` are loaded when they are first asked for.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from flexcp.core.cluster import Cluster
@@ -33,7 +34,10 @@ from flexcp.core.sample import Sample, samples_from_lengths
 from flexcp.planner import Planner, make_plan
 
 if TYPE_CHECKING:
+    from flexcp.integrations import transformers
     from flexcp.runtime.engine import Engine
+    from flexcp.runtime.launch import launch
+    from flexcp.runtime.sharding import shard
 
 __version__ = "0.1.0"
 
@@ -62,22 +66,36 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedError",
     "__version__",
+    "launch",
     "make_plan",
     "model_shape",
     "samples_from_lengths",
+    "shard",
+    "transformers",
 ]
+
+# Name -> module, and attribute of it; what needs the extra [train].
+_LAZY = {
+    "Engine": ("flexcp.runtime.engine", "Engine"),
+    "launch": ("flexcp.runtime.launch", "launch"),
+    "shard": ("flexcp.runtime.sharding", "shard"),
+    "transformers": ("flexcp.integrations.transformers", ""),
+}
 
 
 def __getattr__(name: str) -> object:
-    if name != "Engine":
+    if name not in _LAZY:
         raise AttributeError(f"module 'flexcp' has no attribute {name!r}")
+    path, attribute = _LAZY[name]
     try:
-        import torch  # noqa: F401 (asked for by itself, so that only its absence is blamed on the extra)
+        # Asked for by themselves, so that only their absence is blamed on the extra.
+        import_module("torch")
+        if not attribute:
+            import_module(name)
     except ModuleNotFoundError as error:
-        raise MissingExtraError("torch", "train") from error
-    from flexcp.runtime.engine import Engine
-
-    return Engine
+        raise MissingExtraError(error.name or "torch", "train") from error
+    module = import_module(path)
+    return getattr(module, attribute) if attribute else module
 
 
 def __dir__() -> list[str]:

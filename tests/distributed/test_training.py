@@ -109,6 +109,7 @@ def train_and_fill_the_disk(world: Any, folder: Path) -> tuple[str, list[str], l
         text = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     trainer.save_checkpoint = save
+    dist.barrier()  # rank 0 has cleaned up
     left = sorted(path.name for path in (config.run.folder / "checkpoints").iterdir())
     dist.barrier()
     summary = trainer.train(world, config, resume=True, quiet=True)

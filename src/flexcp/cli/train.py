@@ -24,16 +24,11 @@ def train(
     Started plainly it spawns the ranks of one machine; started by torchrun it is one of many.
     """
     try:
-        from flexcp.runtime.launch import joined_world, launch, under_torchrun
+        from flexcp.runtime.launch import launch
         from flexcp.train.config import load_config
         from flexcp.train.trainer import train as run_rank
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "torch", "train") from error
     settings = load_config(config, set_ or ())
-    timeout_s = settings.run.timeout_s
-    if under_torchrun():
-        with joined_world(timeout_s=timeout_s) as world:
-            run_rank(world, settings, resume, quiet)
-    else:
-        ranks = nproc or settings.parallel.nproc
-        launch(run_rank, ranks, (settings, resume, quiet), timeout_s=timeout_s)
+    ranks = nproc or settings.parallel.nproc
+    launch(run_rank, ranks, (settings, resume, quiet), timeout_s=settings.run.timeout_s)

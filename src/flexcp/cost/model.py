@@ -100,8 +100,8 @@ class CostModel:
         T_cm  = T_cma = (d - 1) * (kv_bytes_per_token * cut_tokens / d / bandwidth
                                    + layers * passes * latency)      0 without cut samples
 
-    Beside the constants one thing is added to the paper's form: a sample that is never cut takes its own time however wide its group is, so no term
-    falls below that of the longest whole sample.
+    Beside the constants one thing is added to the paper's form: a sample that is never cut takes its own
+    time however wide its group is, so no term falls below that of the longest whole sample.
 
     Attributes:
         pair_s, token_s, sample_s, pack_s: seconds per attended pair, per token, per sample, per pack.

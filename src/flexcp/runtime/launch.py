@@ -109,9 +109,12 @@ def launch(
 ) -> list[Any]:
     """Run `target(world, *args)` on `nproc` local ranks and return what each returned, by rank.
 
+    Started by torchrun, this process is one of the ranks already: `target` runs right here, and only its
+    own return value is in the list.
+
     Args:
         target: importable function; it and `args` are pickled into fresh interpreters.
-        nproc: number of ranks.
+        nproc: number of local ranks; torchrun knows better.
         args: further arguments, the same for every rank.
         deadline_s: the whole run may take this long; None for no limit.
         timeout_s: a collective may wait this long.
@@ -121,6 +124,9 @@ def launch(
         FlexCPError: what the first failing rank raised, where it was one of FlexCP's own.
         RankFailedError: a rank was killed, raised something else, or the deadline passed; the rank is named.
     """
+    if under_torchrun():
+        with joined_world(timeout_s=timeout_s) as world:
+            return [target(world, *args)]
     with tempfile.TemporaryDirectory(prefix="flexcp-") as folder:
         ranks = [_Rank(r, nproc, Path(folder), target, args, timeout_s, log_dir) for r in range(nproc)]
         try:

@@ -1,0 +1,24 @@
+"""Every example is run as a reader would run it, and prints what its `.out` file says."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_example_prints_what_it_did(script):
+    """Same seed, same plans, same output."""
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+
+    assert run.returncode == 0, run.stderr
+    assert script.with_suffix(".out").read_text() == run.stdout
+
+
+def test_there_are_examples():
+    """The parametrisation above is not empty."""
+    assert SCRIPTS
