@@ -6,7 +6,7 @@ torch: `Engine`, `launch`, `shard` and `transformers` are loaded when they are f
 
 from __future__ import annotations
 
-from importlib import import_module
+import importlib
 from typing import TYPE_CHECKING
 
 from flexcp.core.cluster import Cluster
@@ -89,12 +89,12 @@ def __getattr__(name: str) -> object:
     path, attribute = _LAZY[name]
     try:
         # Asked for by themselves, so that only their absence is blamed on the extra.
-        import_module("torch")
+        importlib.import_module("torch")
         if not attribute:
-            import_module(name)
+            importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "torch", "train") from error
-    module = import_module(path)
+    module = importlib.import_module(path)
     return getattr(module, attribute) if attribute else module
 
 

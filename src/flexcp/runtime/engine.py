@@ -260,7 +260,6 @@ class Step:
                 of the token losses of `micro`.
             micro: what the output was computed from.
         """
-        _check_attention_ran(micro)
         loss_sum = _loss_sum(output, micro)
         (loss_sum / self.supervised_tokens).backward()  # type: ignore[no-untyped-call]
         self.loss_sum += loss_sum.detach()
@@ -349,6 +348,7 @@ def _check_attention_ran(micro: MicroBatch) -> None:
 
 
 def _loss_sum(output: Any, micro: MicroBatch) -> Tensor:
+    _check_attention_ran(micro)
     value: Tensor = output if isinstance(output, Tensor) else output.logits
     return value if value.dim() == 0 else token_loss_sum(value, micro.labels)
 

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from flexcp.core.errors import ConfigError, FlexCPError, InputError, RankFailedError
+from flexcp.runtime.planning import broadcast_text
 
 DEFAULT_TIMEOUT_S = 600.0
 _SETTLE_S = 1.5  # after a first failure: time for the others to say why they failed too
@@ -149,6 +150,7 @@ class _Result:
     value: Any = None
     error: FlexCPError | None = None
     trace: str = ""
+    about_others: bool = False
 
 
 class _Rank:
@@ -200,7 +202,7 @@ class _Rank:
         """The smaller, the nearer to the cause: killed, then own error, then an error about others."""
         if self.result is None:
             return (0, self.index)
-        return (2 if isinstance(self.result.error, RankFailedError) else 1, self.index)
+        return (2 if self.result.about_others else 1, self.index)
 
     def error(self, log_dir: Path | None) -> FlexCPError:
         """The error that the parent raises for this rank."""
@@ -268,11 +270,17 @@ def _child(
     except BaseException as error:
         trace = traceback.format_exc()
         sys.stderr.write(trace if log_dir is not None else "")
-        _send(pipe, _Result(error=error if isinstance(error, FlexCPError) else None, trace=trace))
+        ours = error if isinstance(error, FlexCPError) else None
+        _send(pipe, _Result(error=ours, trace=trace, about_others=_is_about_others(error)))
         # A group whose peer is gone can block on its way out; the parent has what it needs.
         sys.stderr.flush()
         sys.stdout.flush()
         os._exit(1)
+
+
+def _is_about_others(error: BaseException) -> bool:
+    """Whether a rank failed only because another one had; gloo says so in text alone."""
+    return isinstance(error, RankFailedError | dist.DistError) or "gloo/transport" in str(error)
 
 
 def _send(pipe: Connection, result: _Result) -> None:
@@ -329,13 +337,9 @@ def on_first_rank(work: Callable[[], _Answer]) -> _Answer | None:
 
 
 def _broadcast_state(state: dict[str, str] | None) -> dict[str, str]:
-    """What rank 0 says, as JSON in a fixed number of bytes; {} means that it is still at work."""
-    size = 4096
-    text = json.dumps(state).encode()[:size].ljust(size)
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    on_device = data.to(_collective_device())
-    dist.broadcast(on_device, 0)
-    told: dict[str, str] = json.loads(bytes(on_device.cpu().numpy()).decode(errors="replace"))
+    """What rank 0 says; {} means that it is still at work."""
+    text = broadcast_text(json.dumps(state), _collective_device(), "work of the first rank")
+    told: dict[str, str] = json.loads(text)
     return told
 
 

@@ -64,7 +64,7 @@ class PlanFeed:
         """
         start_s = time.perf_counter()
         text = self._pending.pop(0).result() if self._rank == 0 else ""
-        message = json.loads(_broadcast_text(text, self._device))
+        message = json.loads(broadcast_text(text, self._device, "handing out the plan"))
         if "cause" in message:
             raise RunError(f"planning failed: {message['cause']}", message["remedy"])
         plan = Plan.from_json(message["plan"])
@@ -89,11 +89,11 @@ def _plan_to_message(planner: PlanFunction, samples: Sequence[Sample]) -> str:
     return json.dumps({"plan": plan.to_json(), "plan_s": time.perf_counter() - start_s})
 
 
-def _broadcast_text(text: str, device: torch.device) -> str:
-    """Text of rank 0 on every rank; bytes travel, nothing is unpickled."""
+def broadcast_text(text: str, device: torch.device, what: str) -> str:
+    """Text of rank 0 on every rank, of any length; bytes travel, nothing is unpickled."""
     data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(device)
     size = torch.tensor([data.numel()], device=device)
-    with peers_in_reach("handing out the plan"):
+    with peers_in_reach(what):
         dist.broadcast(size, 0)
         received = data if dist.get_rank() == 0 else data.new_empty(int(size.item()))
         dist.broadcast(received, 0)

@@ -136,7 +136,9 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     section, dot, name = key.strip().partition(".")
     if not separator or not dot:
         raise ConfigError(f"--set {override!r} is not section.key=value", "For example --set run.steps=10")
-    raw.setdefault(section, {})[name] = _value(text.strip())
+    table = raw.setdefault(section, {})
+    if isinstance(table, dict):  # else validation names it
+        table[name] = _value(text.strip())
 
 
 def _value(text: str) -> Any:

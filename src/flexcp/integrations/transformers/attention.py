@@ -62,6 +62,18 @@ def flexcp_attention(
     return out[None], None
 
 
+def flexcp_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
+    """The mask that transformers asks for before the layers: none, and one that was given is refused.
+
+    Without this, transformers drops a mask of padded tokens in silence.
+    """
+    if attention_mask is not None:
+        raise UnsupportedError(
+            "the model was called with an attention_mask, which FlexCP attention does not compute",
+            "Leave it out: packs have no padding, and who attends to whom is in the plan.",
+        )
+
+
 def _lowered(x: Tensor) -> Tensor:
     """Rotation leaves q and k in fp32 under autocast; torch's own attention casts them back, so here too."""
     device = x.device.type
@@ -79,6 +91,8 @@ def _context(module: nn.Module, options: dict[str, Any]) -> TaskContext:
 
 
 def _refuse(module: nn.Module, mask: Tensor | None, dropout: float, options: dict[str, Any]) -> None:
+    options = dict(options)
+    causal = options.pop("is_causal", None)
     refused = {name: value for name, value in options.items() if name not in _HARMLESS}
     named = [
         f"{name}={value!r}" for name, value in refused.items() if value is not None and value is not False
@@ -87,7 +101,7 @@ def _refuse(module: nn.Module, mask: Tensor | None, dropout: float, options: dic
         named.append("attention_mask")
     if dropout:
         named.append(f"dropout={dropout}")
-    if not getattr(module, "is_causal", True):
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
         named.append("is_causal=False")
     if named:
         raise UnsupportedError(

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from flexcp.core.errors import UnsupportedError
-from flexcp.integrations.transformers.attention import flexcp_attention
+from flexcp.integrations.transformers.attention import flexcp_attention, flexcp_mask
 from flexcp.integrations.transformers.config import check_supported
 
 NAME = "flexcp"
@@ -21,7 +21,7 @@ def enable(model: nn.Module) -> Iterator[nn.Module]:
     """Run `model` with FlexCP attention inside the block.
 
     The model is called as `model(**micro.inputs)`; outside the block it is what it was before. The name
-    `flexcp` stays in transformers' registry, where it harms nobody.
+    `flexcp` stays in transformers' registries, where it harms nobody.
 
     Args:
         model: a `PreTrainedModel`, bare or wrapped by DistributedDataParallel or FSDP2.
@@ -38,6 +38,7 @@ def enable(model: nn.Module) -> Iterator[nn.Module]:
     check_supported(inner.config)
     before, cached = inner.config._attn_implementation, inner.config.use_cache
     AttentionInterface.register(NAME, flexcp_attention)
+    AttentionMaskInterface.register(NAME, flexcp_mask)
     inner.set_attn_implementation(NAME)
     if inner.config._attn_implementation != NAME:
         raise UnsupportedError(
