@@ -36,11 +36,11 @@ class Dataset(Protocol):
     def __getitem__(self, index: int, /) -> Example: ...
 
 
-@dataclass(slots=True)
 class TaskContext:
     """What attention must know of the running task; travels through the model as a keyword.
 
     It is captured by the call, so activation recomputation and late backward passes see their own task.
+    Not a dataclass: FSDP2 copies those, to cast what is in them, and `calls` would be counted on a copy.
 
     Attributes:
         layout: where every row of the pack lies.
@@ -49,10 +49,13 @@ class TaskContext:
         calls: times that attention ran under this task; 0 after a forward means that the model ignored it.
     """
 
-    layout: Layout
-    exchange: GroupExchange
-    padding_rows: int
-    calls: int = 0
+    __slots__ = ("calls", "exchange", "layout", "padding_rows")
+
+    def __init__(self, layout: Layout, exchange: GroupExchange, padding_rows: int) -> None:
+        self.layout = layout
+        self.exchange = exchange
+        self.padding_rows = padding_rows
+        self.calls = 0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,163 @@
+"""Starting ranks and ending them: what comes back, who is blamed, and how soon."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flexcp.core.errors import ConfigError, DataError, RankFailedError, SampleTooLongError
+from flexcp.runtime.launch import launch, on_first_rank, under_torchrun
+from flexcp.runtime.transport import Transport, peers_in_reach
+
+
+def square(world: Any, power: int) -> dict[str, Any]:
+    total = torch.tensor(world.rank)
+    dist.all_reduce(total)
+    return {"rank": world.rank, "tensor": torch.full((3,), float(world.rank) ** power), "sum": int(total)}
+
+
+def test_what_each_rank_returned_comes_back_in_order() -> None:
+    results = launch(square, 3, (2,), deadline_s=60)
+
+    assert [result["rank"] for result in results] == [0, 1, 2]
+    assert [result["sum"] for result in results] == [3, 3, 3]
+    assert torch.equal(results[2]["tensor"], torch.full((3,), 4.0))
+    assert not dist.is_initialized()
+    assert not under_torchrun()
+
+
+def divide_by_zero(world: Any) -> None:
+    print("about to divide")
+    if world.rank == 1:
+        1 // 0  # noqa: B018
+    dist.barrier()
+
+
+def test_a_rank_that_raises_is_named_with_its_trace(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        launch(divide_by_zero, 2, deadline_s=60, log_dir=tmp_path)
+    text = str(caught.value)
+
+    assert text.startswith("rank 1 on ")
+    assert "ZeroDivisionError" in text
+    assert "in divide_by_zero" in text
+    assert text.endswith(f"Its output is in {tmp_path}.")
+    assert "about to divide" in (tmp_path / "rank-1.log").read_text()
+    assert "ZeroDivisionError" in (tmp_path / "rank-1.log").read_text()
+
+
+def raise_ours(world: Any) -> None:
+    raise SampleTooLongError(3, 100, 10, world.size)
+
+
+def test_an_error_of_ours_comes_through_as_itself() -> None:
+    with pytest.raises(
+        SampleTooLongError, match="sample 3 has 100 tokens; 2 ranks x 10 tokens hold 20"
+    ) as caught:
+        launch(raise_ours, 2, deadline_s=60)
+
+    assert caught.value.ranks_needed == 10
+    assert caught.value.remedy.startswith("It fits on 10 ranks")
+
+
+def lose_the_last_rank(world: Any) -> None:
+    """Ranks 0 and 1 are left waiting: one with a raw collective, one in a ring."""
+    exchange = Transport().exchange(range(world.size))
+    if world.rank == 2:
+        raise ConfigError("the root of it all", "Mend it.")
+    if world.rank == 1:
+        exchange.post([], [(torch.zeros(1), 2)]).wait()
+    dist.all_reduce(torch.zeros(1))
+
+
+def test_the_root_cause_wins_over_lost_peers(tmp_path: Path) -> None:
+    """Ranks 0 and 1 fail as well, because rank 2 is gone; it is rank 2 that is heard."""
+    with pytest.raises(ConfigError, match="the root of it all"):
+        launch(lose_the_last_rank, 3, deadline_s=60, timeout_s=20, log_dir=tmp_path)
+
+    assert "Connection closed by peer" in (tmp_path / "rank-0.log").read_text()
+    assert "a ring exchange among ranks [0, 1, 2] failed" in (tmp_path / "rank-1.log").read_text()
+
+
+def lose_a_peer_in_silence(world: Any) -> None:
+    """Rank 1 leaves with exit code 0 and without a word."""
+    if world.rank == 1:
+        os._exit(0)
+    with peers_in_reach("the gradient reduction"):
+        dist.all_reduce(torch.zeros(1))
+
+
+def test_a_rank_that_leaves_with_exit_code_0_is_missed() -> None:
+    with pytest.raises(
+        RankFailedError, match="rank 0 lost another rank during the gradient reduction"
+    ) as caught:
+        launch(lose_a_peer_in_silence, 2, deadline_s=60)
+
+    assert caught.value.remedy == "Another rank has ended or stalled; its own output says why."
+
+
+def sleep_on_one(world: Any) -> str:
+    if world.rank == 1:
+        time.sleep(600)
+    return "done"
+
+
+def test_a_deadline_ends_a_rank_that_sleeps_and_names_it() -> None:
+    started_s = time.monotonic()
+    with pytest.raises(RankFailedError, match=r"rank \[1\] had not finished after 6 s and was ended"):
+        launch(sleep_on_one, 2, deadline_s=6)
+
+    assert time.monotonic() - started_s < 20
+
+
+def die(world: Any, how: str) -> None:
+    if world.rank == world.size - 1:
+        os._exit(3) if how == "exit" else os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("how", "nproc", "words"),
+    [("exit", 1, "rank 0 on .* exited with code 3"), ("kill", 2, "rank 1 on .* was killed by SIGKILL")],
+)
+def test_a_rank_that_dies_silently_is_named(how: str, nproc: int, words: str) -> None:
+    """And the others are ended at once, though they would sleep for long."""
+    started_s = time.monotonic()
+    with pytest.raises(RankFailedError, match=f"^{words}$"):
+        launch(die, nproc, (how,), deadline_s=60)
+
+    assert time.monotonic() - started_s < 20
+
+
+def first_rank_work(world: Any) -> list[str]:
+    said = [str(on_first_rank(lambda: f"from rank {world.rank}"))]
+    cases = [DataError("no sample", "Look."), ValueError("odd"), DataError("é" * 5000, "Ü" * 5000)]
+    for error in cases:
+        try:
+            on_first_rank(lambda error=error: _throw(error))
+            said.append("nothing was raised")
+        except Exception as caught:
+            said.append(f"{type(caught).__name__}: {caught}"[:60])
+    return said
+
+
+def _throw(error: Exception) -> None:
+    raise error
+
+
+def test_all_ranks_hear_what_stopped_the_first() -> None:
+    """Work on rank 0 alone: its result stays there, its error reaches all, however long its text."""
+    first, second = launch(first_rank_work, 2, deadline_s=60)
+
+    assert (first[0], second[0]) == ("from rank 0", "None")
+    assert (first[1], second[1]) == ("DataError: no sample\nLook.", "InputError: no sample\nLook.")
+    assert (first[2], second[2]) == ("ValueError: odd", "InputError: odd")
+    assert first[3].startswith("DataError: ééé")
+    assert second[3].startswith("InputError: ééé")

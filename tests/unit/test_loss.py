@@ -1,0 +1,74 @@
+"""The loss of a rank: sums, never means, in fp32, and a gradient path whatever the rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flexcp.runtime import loss
+from flexcp.runtime.loss import shift_labels, token_loss_sum
+
+
+def make_rows(
+    rows: int, vocab: int = 11, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    logits = torch.randn(1, rows, vocab, generator=generator, dtype=torch.float64) * 3
+    targets = torch.randint(0, vocab, (rows,), generator=generator)
+    targets[::3] = -100
+    return logits.to(dtype).requires_grad_(), targets
+
+
+@pytest.mark.parametrize(
+    ("labels", "targets"),
+    [([5], [-100]), ([5, 6, 7], [6, 7, -100]), ([-100, 3, -100, 4], [3, -100, 4, -100]), ([], [])],
+)
+def test_a_target_is_the_label_of_the_next_row(labels: list[int], targets: list[int]) -> None:
+    """D15: and the labels given are left alone."""
+    given = np.array(labels, dtype=np.int64)
+    assert shift_labels(given).tolist() == targets
+    assert given.tolist() == labels
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 40])
+def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """The sum and its gradient equal F.cross_entropy, whether rows fit one chunk or need six."""
+    for chunk in (1, 8, 2048):
+        monkeypatch.setattr(loss, "_CHUNK_ROWS", chunk)
+        logits, targets = make_rows(rows)
+        total = token_loss_sum(logits, targets)
+        total.backward()
+        plain = logits.detach().clone().requires_grad_()
+        expected = F.cross_entropy(plain[0], targets, reduction="sum")
+        expected.backward()
+        torch.testing.assert_close(total, expected, rtol=1e-13, atol=0)
+        torch.testing.assert_close(logits.grad, plain.grad, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_nothing_supervised_is_an_exact_zero_with_a_gradient(rows: int) -> None:
+    """D01: no division by a local count of zero, and a backward that runs, so that neighbours are served."""
+    logits, _ = make_rows(rows, dtype=torch.float32)
+    total = token_loss_sum(logits, torch.full((rows,), -100))
+
+    assert total.item() == 0.0
+    assert total.requires_grad
+    total.backward()
+    assert logits.grad is not None
+    assert logits.grad.shape == logits.shape
+    assert (logits.grad == 0).all()
+
+
+def test_low_precision_logits_are_summed_in_fp32() -> None:
+    """A bf16 sum of thousands of losses would stop growing at 256 times its smallest term."""
+    logits, targets = make_rows(5000, dtype=torch.bfloat16)
+    total = token_loss_sum(logits, targets)
+    exact = F.cross_entropy(logits[0].double(), targets, reduction="sum")
+
+    assert total.dtype == torch.float32
+    assert total.item() == pytest.approx(exact.item(), rel=1e-6)
+    total.backward()
+    assert logits.grad is not None
+    assert logits.grad.dtype == torch.bfloat16

@@ -1,0 +1,124 @@
+"""The run folder and the terminal: what is kept on resume, what is shown, and by whom."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+from flexcp.core.cluster import Cluster
+from flexcp.core.trace import Span, TraceWriter
+from flexcp.runtime.metrics import StepReport
+from flexcp.train.config import TrainConfig
+from flexcp.train.data import Skipped
+from flexcp.train.outputs import Outputs, trace_path
+
+
+def report(step: int, loss: float) -> StepReport:
+    return StepReport(
+        step=step,
+        loss=loss,
+        grad_norm=1.5,
+        tokens=2000,
+        supervised_tokens=1990,
+        degrees={1: 4, 3: 1},
+        predicted_s=1.2,
+        bound_s=1.0,
+        measured_s=1.6,
+        step_s=2.0,
+        plan_s=0.004,
+        exposed_s=0.05,
+        idle_share=0.25,
+    )
+
+
+def run_steps(folder: Path, steps: range, total: int, *, rank: int = 0, shown: bool = False) -> None:
+    """One attempt: steps, an evaluation at its end, a trace."""
+    with Outputs(folder, total, steps.start, rank=rank, shown=shown) as outputs:
+        with TraceWriter(trace_path(folder, steps.start, rank)) as trace:
+            for step in steps:
+                outputs.step(report(step, 5.0 - step), lr=0.1)
+                trace.write(Span(rank, "task", step, step + 0.5, step))
+        outputs.evaluation(steps.stop, 2.5)
+        outputs.finish({steps.stop: 2.5})
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_records_of_later_steps_are_dropped_on_resume(tmp_path: Path) -> None:
+    """D59: an attempt reached step 6, its newest checkpoint was of step 4."""
+    run_steps(tmp_path, range(4), 8)
+    run_steps(tmp_path, range(4, 7), 8)
+    assert [record["step"] for record in metrics(tmp_path) if "step" in record] == [0, 1, 2, 3, 4, 5, 6]
+    run_steps(tmp_path, range(4, 8), 8)
+    records = metrics(tmp_path)
+
+    assert [record["step"] for record in records if "step" in record] == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert [record["evaluated_after"] for record in records if "eval_loss" in record] == [4, 8]
+    assert records[0]["loss"] == 5.0
+    assert records[0]["gap"] == 1.2
+    assert records[0]["tokens_per_s"] == 1000.0
+    assert records[0]["lr"] == 0.1
+
+
+def test_a_new_run_starts_with_empty_metrics(tmp_path: Path) -> None:
+    """A run that failed before its first checkpoint leaves records behind."""
+    run_steps(tmp_path, range(3), 3)
+    run_steps(tmp_path, range(2), 2)
+
+    assert [record["step"] for record in metrics(tmp_path) if "step" in record] == [0, 1]
+    assert [record["evaluated_after"] for record in metrics(tmp_path) if "eval_loss" in record] == [2]
+
+
+def test_the_summary_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_steps(tmp_path, range(2), 2, shown=True)
+    text = capsys.readouterr().out
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+
+    assert "0 5.0000 1,000 1×4 3×1 1.20s 1.60s 1.200 25% 4ms 50ms" in rows
+    for row in (
+        "loss, first → last │ 5.0000 → 4.0000",
+        "evaluation loss after 2 │ 2.5000",
+        "tokens/s │ 1,000",
+        "degree×groups │ 1×8 3×2",
+        "predicted / measured time of tasks │ 2.4 s / 3.2 s",
+        "gap to the bound, mean │ 1.200",
+        "planning, mean │ 4 ms",
+        "waited for plan and data │ 2.50 % of the time",
+    ):
+        assert any(row in shown for shown in rows), f"{row} is not in\n{text}"
+    assert f"run folder {tmp_path}" in text
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert [event["name"] for event in events if event["ph"] == "X"] == ["task", "task"]
+
+
+def test_what_is_about_to_run_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With every reason for which data was left out."""
+    skipped = (Skipped("empty", 2, ("a.txt", "b.txt")), Skipped("not text", 1, ("c.bin",)))
+    corpus: Any = SimpleNamespace(train=SimpleNamespace(lengths=np.array([7, 1200])), skipped=skipped)
+    planner: Any = SimpleNamespace(cluster=Cluster(3, 4096), policy="flexcp")
+    with Outputs(tmp_path, 9, 5, rank=0, shown=True) as outputs:
+        outputs.describe(TrainConfig(), corpus, nn.Linear(1000, 1000), planner)
+    text = capsys.readouterr().out
+
+    assert "2 samples, 1,207 tokens, longest 1,200; model of 1.0 M parameters; " in text
+    assert "3 ranks × 4,096 tokens; policy flexcp" in text
+    assert "2 skipped, empty: a.txt, b.txt" in text
+    assert "1 skipped, not text: c.bin" in text
+    assert "resumed at step 5" in text
+    assert json.loads((tmp_path / "config.json").read_text())["run"]["steps"] == 100
+
+
+def test_other_ranks_neither_write_nor_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    run_steps(folder, range(2), 2, rank=1)
+
+    assert capsys.readouterr().out == ""
+    assert [path.name for path in folder.iterdir()] == ["trace"]

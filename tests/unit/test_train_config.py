@@ -1,0 +1,135 @@
+"""A run file: read strictly, and every mistake named by its key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexcp.core.errors import ConfigError, UnknownNameError
+from flexcp.train.config import TrainConfig, load_config, to_json
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Any:
+    def write(text: str) -> Path:
+        path = tmp_path / "run.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_an_empty_file_is_the_default_run(run_file: Any) -> None:
+    assert load_config(run_file("")) == TrainConfig()
+
+
+def test_a_run_reads_back_from_what_is_written_beside_it(run_file: Any) -> None:
+    config = load_config(
+        run_file(
+            '[data]\npath = "docs"\nexclude = ["a", "b"]\n[optimizer]\nbetas = [0.8, 0.9]\nclip_norm = 2\n'
+        )
+    )
+
+    assert config.data.exclude == ("a", "b")
+    assert config.optimizer.betas == (0.8, 0.9)
+    assert TrainConfig.model_validate(json.loads(to_json(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "hint"),
+    [
+        ("[run]\nstpes = 3\n", "unknown key 'run.stpes'", "Did you mean 'run.steps'? Known: run."),
+        ("[paralel]\nnproc = 3\n", "unknown key 'paralel'", "Did you mean 'parallel'? Known: data, model,"),
+        ("steps = 3\n", "unknown key 'steps'", "Known: data, model, optimizer, parallel, run."),
+        ('[parallel]\npolicy = "flex"\n', "unknown policy 'flex'", "Did you mean 'flexcp'? Known: flexcp,"),
+        ('[parallel]\nhardware = "h10"\n', "unknown hardware 'h10'", "Did you mean 'h100'?"),
+    ],
+)
+def test_an_unknown_name_comes_with_the_nearest(run_file: Any, text: str, cause: str, hint: str) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        load_config(run_file(text))
+
+    assert caught.value.cause == cause
+    assert hint in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ('[run]\nsteps = "many"\n', "run.steps = 'many': Input should be a valid integer"),
+        ("[run]\nsteps = 0\n", "run.steps = 0: Input should be greater than or equal to 1"),
+        ('[run]\ndtype = "fp16"\n', "run.dtype = 'fp16': Input should be 'fp32', 'bf16' or 'fp64'"),
+        ("[optimizer]\nlr = -1.0\n", "optimizer.lr = -1.0: Input should be greater than 0"),
+        ("[optimizer]\nbetas = [0.9]\n", "optimizer.betas.1 = "),
+        ("run = 3\n", "run = 3: Input should be a valid dictionary or instance of RunSection"),
+    ],
+)
+def test_a_wrong_value_is_named_by_its_key(run_file: Any, text: str, cause: str) -> None:
+    path = run_file(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+
+    assert caught.value.cause.startswith(cause)
+    assert caught.value.remedy == f"Mend it in {path} or with --set."
+
+
+def test_set_takes_what_toml_takes_and_bare_words(run_file: Any) -> None:
+    path = run_file('[run]\nsteps = 5\nglobal_batch = 8\n[parallel]\npolicy = "static"\n')
+    overrides = [
+        "run.steps=7",
+        "optimizer.lr=1e-4",
+        "model.tied=false",
+        "parallel.policy=paper",
+        'data.path="a = b"',
+        "data.text_column = body ",
+        "data.tokenizer=bpe:512",
+        'data.exclude=["x", "y"]',
+        "run.folder=runs/a=b",
+    ]
+    config = load_config(path, overrides)
+
+    assert (config.run.steps, config.run.global_batch) == (7, 8)
+    assert config.optimizer.lr == 1e-4
+    assert config.model.tied is False
+    assert config.parallel.policy == "paper"
+    assert (config.data.path, config.data.text_column) == ("a = b", "body")
+    assert (config.data.tokenizer, config.data.exclude) == ("bpe:512", ("x", "y"))
+    assert config.run.folder == Path("runs/a=b")
+
+
+@pytest.mark.parametrize("override", ["run.steps", "steps=3", "=3", ""])
+def test_set_wants_section_key_and_value(run_file: Any, override: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(run_file(""), [override])
+
+    assert str(caught.value) == (
+        f"--set {override!r} is not section.key=value\nFor example --set run.steps=10"
+    )
+
+
+def test_set_is_checked_like_the_file(run_file: Any) -> None:
+    path = run_file("")
+    with pytest.raises(UnknownNameError, match=r"unknown key 'run.step'\nDid you mean 'run.steps'"):
+        load_config(path, ["run.step=3"])
+    with pytest.raises(ConfigError, match=r"run.steps = 'x'"):
+        load_config(path, ["run.steps=x"])
+    with pytest.raises(ConfigError, match=r"run = 3: "):
+        load_config(run_file("run = 3"), ["run.steps=4"])
+
+
+def test_files_that_are_no_run_files(tmp_path: Path, run_file: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "none.toml")
+    assert str(caught.value) == f"{tmp_path}/none.toml does not exist\nGive the path of a run file (TOML)."
+
+    path = run_file("[run\nsteps = 3")
+    with pytest.raises(ConfigError, match=rf"{path} is not a TOML file: .*\nSee examples/demo.toml."):
+        load_config(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is not a TOML file"):
+        load_config(path)
+    with pytest.raises(ConfigError, match="is not a TOML file"):
+        load_config(tmp_path)

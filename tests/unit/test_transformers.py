@@ -1,0 +1,244 @@
+"""Models of transformers: selected and restored by name, and refused by name where they would be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from tests.models import VOCAB, relative_error, tiny_model
+from torch import nn
+from transformers import LlamaConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config
+
+from flexcp.core.cluster import Cluster
+from flexcp.core.errors import UnsupportedError
+from flexcp.core.model_shape import ModelShape
+from flexcp.core.plan import Plan, Task
+from flexcp.core.sample import Sample
+from flexcp.integrations.transformers import blocks_of, enable, shape_of
+from flexcp.runtime.batches import make_micro_batch
+from flexcp.runtime.transport import Transport
+
+LENGTHS = [9, 1, 14]
+
+
+@pytest.fixture(scope="module")
+def transport(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Transport]:
+    """A world of one rank, in this process."""
+    store = tmp_path_factory.mktemp("world") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield Transport()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def inputs(transport: Transport) -> dict[str, Any]:
+    """A pack of three samples on one rank, as the engine would hand it to the model."""
+    samples = tuple(Sample(i, tokens) for i, tokens in enumerate(LENGTHS))
+    plan = Plan("test", "lockstep", Cluster(1, 99), 0, samples, (Task((0, 1, 2), (0,), 0, 0.0, 1.0),), 1.0)
+    generator = np.random.default_rng(3)
+    examples = {i: {"input_ids": generator.integers(0, VOCAB, n)} for i, n in enumerate(LENGTHS)}
+    return make_micro_batch(plan, plan.tasks[0], examples, transport, torch.device("cpu")).inputs
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_pack_on_one_rank_equals_its_samples(family: str, inputs: dict[str, Any]) -> None:
+    """D12: inside the block nobody attends across documents; outside, the model is what it was."""
+    model = tiny_model(family).eval()
+    ids = inputs["input_ids"]
+    with torch.no_grad():
+        alone = torch.cat([model(input_ids=part).logits for part in ids.split(LENGTHS, dim=1)], dim=1)
+        before = model(input_ids=ids).logits
+        with enable(model) as enabled:
+            assert enabled is model
+            packed = model(**inputs).logits
+        after = model(input_ids=ids).logits
+
+    assert relative_error(packed, alone) <= 1e-5
+    assert relative_error(before, alone) > 1e-2  # so the comparison can fail
+    assert torch.equal(after, before)
+    assert inputs["flexcp"].calls == 2  # once per layer
+
+
+def test_leaving_the_block_restores_the_config() -> None:
+    """Also when the block raises, and for a model that had caching off."""
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    for cached in (True, False):
+        model.config.use_cache = cached
+        with enable(model):
+            assert model.config._attn_implementation == "flexcp"
+            assert model.config.use_cache is False
+        assert (model.config._attn_implementation, model.config.use_cache) == ("eager", cached)
+    with pytest.raises(KeyError, match="mine"), enable(model):
+        raise KeyError("mine")
+    assert model.config._attn_implementation == "eager"
+
+
+def test_only_models_of_transformers_are_taken() -> None:
+    with pytest.raises(UnsupportedError) as caught, enable(nn.Linear(2, 2)):
+        pass
+
+    assert str(caught.value) == (
+        "Linear is not a transformers model\n"
+        "Call flexcp.attention.ring_attention in your own attention layer."
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause", "remedy"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type 'dynamic' depends on the longest position a rank sees, which differs inside a group",
+            "Use a fixed rope_type (default, linear, yarn, llama3).",
+        ),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1", "Set attention_dropout to 0."),
+        (
+            {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+            "some layers use a sliding window",
+            "Set use_sliding_window to false, or train without FlexCP.",
+        ),
+    ],
+)
+def test_configs_that_would_come_out_wrong_are_refused(
+    changes: dict[str, Any], cause: str, remedy: str
+) -> None:
+    """D46: before step 0, and without touching the model."""
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            **changes,
+        )
+    )
+    before = model.config._attn_implementation
+    with pytest.raises(UnsupportedError) as caught, enable(model):
+        pass
+
+    assert (caught.value.cause, caught.value.remedy) == (cause, remedy)
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"softcap": 50}, "softcap=50"),
+        ({"is_causal": False, "softcap": 50}, "softcap=50, is_causal=False"),
+        ({"is_causal": False}, "is_causal=False"),
+        ({"attention_mask": torch.zeros(1, 1, 24, 24)}, "attention_mask"),
+    ],
+)
+def test_options_are_refused_and_never_dropped(
+    inputs: dict[str, Any], extra: dict[str, Any], words: str
+) -> None:
+    """D48, D50: an unknown keyword of the model call reaches attention, and attention says no."""
+    model = tiny_model()
+    with enable(model), pytest.raises(UnsupportedError) as caught:
+        model(**inputs, **extra)
+
+    assert str(caught.value) == (
+        f"Qwen3Attention asks for {words}, which FlexCP attention does not compute\n"
+        "Switch the option off in the model's config; FlexCP never drops an option in silence."
+    )
+    with enable(model):
+        model(**inputs, is_causal=True, softcap=None)  # which asks for nothing
+
+
+def test_a_mask_of_padding_is_refused(inputs: dict[str, Any]) -> None:
+    """D48: transformers would drop it for an attention that it does not know."""
+    model = tiny_model()
+    with enable(model), pytest.raises(UnsupportedError) as caught:
+        model(**inputs, attention_mask=torch.ones(1, sum(LENGTHS)))
+
+    assert str(caught.value) == (
+        "the model was called with an attention_mask, which FlexCP attention does not compute\n"
+        "Leave it out: packs have no padding, and who attends to whom is in the plan."
+    )
+    model(input_ids=inputs["input_ids"], attention_mask=torch.ones(1, sum(LENGTHS)))  # outside: as ever
+
+
+def test_layers_are_asked_as_well(inputs: dict[str, Any]) -> None:
+    """D25, D48: dropout of a layer and a layer that is not causal."""
+    model = tiny_model()
+    with enable(model):
+        model.model.layers[1].self_attn.attention_dropout = 0.25
+        with pytest.raises(UnsupportedError, match=r"Qwen3Attention asks for dropout=0\.25,"):
+            model(**inputs)
+        model.eval()(**inputs)  # dropout is for training
+        model.model.layers[1].self_attn.is_causal = False
+        with pytest.raises(UnsupportedError, match="Qwen3Attention asks for is_causal=False,"):
+            model(**inputs)
+
+
+def test_a_call_without_a_task_is_refused(inputs: dict[str, Any]) -> None:
+    """D49: a model that is enabled but called as before would attend within its local rows only."""
+    model = tiny_model()
+    del inputs["flexcp"]
+    for more in ({}, {"flexcp": "a task"}):
+        with enable(model), pytest.raises(UnsupportedError) as caught:
+            model(**inputs, **more)
+        assert str(caught.value) == (
+            "Qwen3Attention was called without a FlexCP task\n"
+            "Call the model as model(**micro.inputs), inside `with enable(model)`."
+        )
+
+
+def test_shapes_are_read_from_configs() -> None:
+    """D29: grouped heads, a width of heads of its own, and what older configs leave out."""
+    qwen = Qwen3Config(
+        vocab_size=1000,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        head_dim=16,
+        intermediate_size=96,
+        tie_word_embeddings=True,
+    )
+    llama = LlamaConfig(
+        vocab_size=500, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128
+    )
+
+    assert shape_of(qwen) == ModelShape("qwen3", 3, 64, 40, 8, 16, 96, 1000, tied=True)
+    assert shape_of(llama) == ModelShape("llama", 2, 64, 4, 4, 16, 128, 500, tied=False)
+
+
+def test_blocks_are_the_decoder_layers() -> None:
+    model = tiny_model(layers=3)
+    assert blocks_of(model) == list(model.model.layers)
+    assert len(blocks_of(nn.Sequential(model))) == 3
+    with pytest.raises(UnsupportedError, match=r"Linear has no list of layers\nPass the blocks yourself\."):
+        blocks_of(nn.Linear(2, 2))
+
+
+def test_a_shape_counts_the_weights_of_the_model() -> None:
+    """The planner's memory rests on it."""
+    for family in ("qwen3", "llama"):
+        model = tiny_model(family)
+        counted = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+        assert shape_of(model.config).parameters == pytest.approx(counted, rel=0.02)
+
+
+def test_the_model_of_a_run_comes_from_its_config(tmp_path: Path) -> None:
+    """A config folder is read as it is; one whose vocabulary is too small is refused."""
+    from flexcp.core.errors import ConfigError
+    from flexcp.train.config import ModelSection
+    from flexcp.train.model import model_config
+
+    LlamaConfig(vocab_size=300, hidden_size=32).save_pretrained(tmp_path)
+    section = ModelSection(config=tmp_path)
+    assert model_config(section, 257, 64).hidden_size == 32
+    with pytest.raises(ConfigError, match="the tokenizer has 301 tokens, the model's vocabulary only 300"):
+        model_config(section, 301, 64)
+    with pytest.raises(ConfigError, match=r"model\.config .*nowhere.*\nGive a folder with a config\.json\."):
+        model_config(ModelSection(config=tmp_path / "nowhere"), 257, 64)
