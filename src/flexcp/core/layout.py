@@ -40,9 +40,9 @@ class Piece:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # equal by identity: a key of caches, once per layer and pass
 class Layout:
-    """Where every row of a pack lies.
+    """Where every row of a pack lies; `make_layout` gives the same object for the same arguments.
 
     Attributes:
         samples: the pack, in order.
