@@ -15,7 +15,7 @@ from flexcp.cost.hardware import Hardware
 Sharding = Literal["ddp", "zero1", "zero3"]
 SHARDINGS: tuple[Sharding, ...] = ("ddp", "zero1", "zero3")
 
-# The trainer computes head and loss in chunks of tokens, so logits never exist for a whole rank.
+# The loss widens logits to fp32 in chunks of so many tokens (`runtime.loss`).
 LOSS_CHUNK_TOKENS = 1024
 _FLOAT_BYTES = 4
 
@@ -70,8 +70,8 @@ def activation_bytes_per_token(shape: ModelShape, element_bytes: int, *, checkpo
 
 
 def logits_bytes_per_token(shape: ModelShape, element_bytes: int) -> float:
-    """Bytes per token of one loss chunk: logits, their fp32 copy and their gradient."""
-    return float(shape.vocab * (2 * element_bytes + _FLOAT_BYTES))
+    """Bytes per token of the logits and of their gradient, both in the training precision."""
+    return float(2 * shape.vocab * element_bytes)
 
 
 def tokens_per_rank(
@@ -98,13 +98,14 @@ def tokens_per_rank(
     """
     budget = hardware.memory_bytes * (1 - reserve)
     states = model_state_bytes(shape, sharding, ranks, hardware.element_bytes)
-    loss = LOSS_CHUNK_TOKENS * logits_bytes_per_token(shape, hardware.element_bytes)
+    loss = 3 * LOSS_CHUNK_TOKENS * shape.vocab * _FLOAT_BYTES  # a chunk widened, its softmax, its slope
     per_token = activation_bytes_per_token(shape, hardware.element_bytes, checkpointing=checkpointing)
+    per_token += logits_bytes_per_token(shape, hardware.element_bytes)
     tokens = int((budget - states - loss) // per_token)
     if tokens < 1:
         raise InfeasibleError(
             f"{shape.name} leaves no memory for tokens on {hardware.name}: {budget / 1e9:.1f} GB usable, "
             f"{states / 1e9:.1f} GB model states ({sharding}, {ranks} ranks), {loss / 1e9:.1f} GB loss chunk",
-            "Shard more (zero1, zero3), use more ranks or more model parallelism, or larger devices.",
+            "Shard more (zero1), use more ranks, tensor or pipeline parallelism, or larger devices.",
         )
     return tokens

@@ -6,14 +6,17 @@ factor of degree, CP or DP.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 IGNORE_INDEX = -100  # the field's mark for a token that is not a target
-_CHUNK_ROWS = 2048  # rows whose logits are widened to fp32 at a time
+_CHUNK_ROWS = 1024  # rows whose logits are widened to fp32 at a time
 
 
 def shift_labels(labels: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -34,15 +37,40 @@ def token_loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
         logits: [..., T, V] of this rank's rows.
         targets: [T], already shifted; rows with -100 add nothing.
 
-    A rank without rows or without targets gets an exact zero that still has a gradient path, so that its
-    backward runs and its ring neighbours are served.
+    Widened to fp32 chunk by chunk. The gradient is computed beside the loss and kept in the dtype of the
+    logits, so nothing of size [T, V] is ever held in fp32. Without a target the sum is an exact zero that
+    still has a gradient path: the rank's backward runs and its ring neighbours are served.
     """
-    rows = logits.reshape(-1, logits.shape[-1])
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    total = rows.sum(dtype=wide) * 0 if len(rows) == 0 else rows.new_zeros((), dtype=wide)
-    for start in range(0, len(rows), _CHUNK_ROWS):
-        part = slice(start, start + _CHUNK_ROWS)
-        total = total + F.cross_entropy(
-            rows[part].to(wide), targets[part], ignore_index=IGNORE_INDEX, reduction="sum"
-        )
+    total: Tensor = _TokenLossSum.apply(logits.reshape(-1, logits.shape[-1]), targets)
     return total
+
+
+class _TokenLossSum(torch.autograd.Function):
+    """Cross entropy whose backward is one multiplication."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, targets: Tensor) -> Tensor:
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        total = rows.new_zeros((), dtype=wide)
+        gradient = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
+        for start in range(0, len(rows), _CHUNK_ROWS):
+            part = slice(start, start + _CHUNK_ROWS)
+            supervised = targets[part] != IGNORE_INDEX
+            index = torch.where(supervised, targets[part], 0)[:, None]
+            log_p = F.log_softmax(rows[part].to(wide), dim=-1)
+            total -= log_p.gather(1, index)[:, 0][supervised].sum()
+            if gradient is not None:
+                slope = log_p.exp_().scatter_add_(1, index, log_p.new_full(index.shape, -1.0))
+                gradient[part] = slope * supervised[:, None]
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        for rows in gradient.split(_CHUNK_ROWS):
+            # In fp32: rounding 1 / tokens to bf16 would scale every gradient by up to 0.4 %. In place: a
+            # second backward through the same loss finds its saved tensor changed, and autograd says so.
+            rows.copy_(rows.to(scale.dtype) * scale)
+        return gradient, None
