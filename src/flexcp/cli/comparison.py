@@ -104,7 +104,7 @@ def static_plan(degree: int, cluster: Cluster, cost: CostModel, samples: Sequenc
         raise InfeasibleError(f"a sample of {longest} tokens needs degree {needed}, the layout has {degree}")
     whole = min(DEFAULT_WHOLE_BELOW_TOKENS, cluster.tokens_per_rank // 2)
     problem = Problem.of(samples, cluster, cost, MODE, whole)
-    layouts = (schedule(problem, assignment) for assignment in static._with_degree(problem, degree))
+    layouts = (schedule(problem, assignment) for assignment in static.with_degree(problem, degree))
     tasks = min(layouts, key=lambda tasks: max(task.end_s for task in tasks))
     return Plan("static", MODE, cluster, whole, tuple(samples), tasks, lower_bound_s(problem))
 

@@ -5,8 +5,9 @@ It knows loads and degrees, never samples' contents, devices or plans.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,9 @@ from flexcp.cost.hardware import Hardware
 Array = npt.NDArray[np.float64]
 # A count for one pack, or an array of them for many.
 Counts = Any
+Exchange = Literal["ring", "all-to-all"]
 
+_ALL_TO_ALLS = 4  # a layer and pass: queries, keys, values in; attention output back
 _GRADIENT_BYTES = 4  # dK and dV travel in fp32
 
 
@@ -103,13 +106,23 @@ class CostModel:
     Beside the constants one thing is added to the paper's form: a sample that is never cut takes its own
     time however wide its group is, so no term falls below that of the longest whole sample.
 
+    With `exchange="all-to-all"` (Ulysses) ranks hold whole sequences of some heads during attention. Nothing
+    hides the exchange, every sample is on every rank, and key/value heads are repeated up to the degree::
+
+        T = pair_s * pairs / d + token_s * tokens / d + sample_s * samples + pack_s + T_cm
+        T_cm = (d > 1) * (head_bytes_per_token * (2 * heads + 2 * max(kv_heads, d))
+                          * tokens / d * (d - 1) / d / bandwidth + layers * passes * 4 * latency)
+
     Attributes:
         pair_s, token_s, sample_s, pack_s: seconds per attended pair, per token, per sample, per pack.
         ring_step_s: seconds of work (launches, merging) that one more ring step costs, without cut samples 0.
         kv_bytes_per_token: what one cut token sends per ring step over a whole step, all layers: K and V
             in every pass, and dK and dV in the backward pass.
         layers, passes: the ring is walked layers x passes times (forward, recomputation, backward).
-        intra, inter: links inside a node and across nodes; a ring is as fast as its slowest link.
+        intra, inter: links inside a node and across nodes; a group is as fast as its slowest link.
+        heads, kv_heads: query and key/value heads, 0 where unknown; only the all-to-all asks.
+        head_bytes_per_token: what one token of one head moves over a whole step, all layers and passes.
+        exchange: how the ranks of a group meet.
 
     >>> link = Link(bytes_per_s=100.0, latency_s=0.5)
     >>> cost = CostModel(1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 1, link, link, passes=1)
@@ -130,11 +143,32 @@ class CostModel:
     intra: Link
     inter: Link
     passes: int = 2
+    heads: int = 0
+    kv_heads: int = 0
+    head_bytes_per_token: float = 0.0
+    exchange: Exchange = "ring"
+
+    def with_exchange(self, exchange: Exchange) -> CostModel:
+        """The same machine and model, other messages."""
+        return self if exchange == self.exchange else replace(self, exchange=exchange)
 
     def task_s(self, load: Load, degree: int, crosses_nodes: bool = False) -> float:
         """Seconds of one pack at one degree; `crosses_nodes` if its ring uses links between nodes."""
         link = self.inter if crosses_nodes else self.intra
-        return float(self._seconds(load.counts, degree, link.bytes_per_s, link.latency_s))
+        return float(self._seconds(load.counts, degree, link.bytes_per_s, link.latency_s, max))
+
+    def seconds(self, columns: Counts, degree: Counts, crosses_nodes: Counts) -> Array:
+        """Seconds of many packs, each at degrees of its own.
+
+        Args:
+            columns: shape (6, ...), the fields of `Load`; what follows broadcasts with the rest of it.
+            degree: ranks of each group.
+            crosses_nodes: whether its ring uses links between nodes.
+        """
+        bytes_per_s = np.where(crosses_nodes, self.inter.bytes_per_s, self.intra.bytes_per_s)
+        latency_s = np.where(crosses_nodes, self.inter.latency_s, self.intra.latency_s)
+        seconds: Array = self._seconds(columns, degree, bytes_per_s, latency_s, np.maximum)
+        return seconds
 
     def times_s(self, load: Load, max_degree: int, ranks_per_node: int | None = None) -> Array:
         """Seconds of one pack at degrees 1..max_degree; entry d - 1 is degree d.
@@ -153,26 +187,46 @@ class CostModel:
             ranks_per_node: as in `times_s`.
         """
         degree = np.arange(1, max_degree + 1)
-        crosses = degree > (ranks_per_node or max_degree)
-        bytes_per_s = np.where(crosses, self.inter.bytes_per_s, self.intra.bytes_per_s)
-        latency_s = np.where(crosses, self.inter.latency_s, self.intra.latency_s)
-        table: Array = self._seconds(counts.T[:, :, None], degree, bytes_per_s, latency_s)
-        return table
+        return self.seconds(counts.T[:, :, None], degree, degree > (ranks_per_node or max_degree))
 
-    def _seconds(self, counts: Counts, degree: Counts, bytes_per_s: Counts, latency_s: Counts) -> Counts:
-        """The formula; scalars for one pack, or arrays that broadcast."""
+    def _seconds(
+        self,
+        counts: Counts,
+        degree: Counts,
+        bytes_per_s: Counts,
+        latency_s: Counts,
+        larger: Callable[[Counts, Counts], Counts],
+    ) -> Counts:
+        """The formula; scalars and `max` for one pack, or arrays that broadcast and `np.maximum`."""
+        if self.exchange == "all-to-all":
+            return self._all_to_all_seconds(counts, degree, bytes_per_s, latency_s, larger)
         tokens, pairs, samples, cut_tokens, cut_samples, whole_tokens = counts
         whole_pairs = whole_tokens * (whole_tokens + 1) / 2
-        attention = self.pair_s * np.maximum(pairs / degree, whole_pairs)
-        linear = self.token_s * np.maximum(tokens / degree, whole_tokens)
+        attention = self.pair_s * larger(pairs / degree, whole_pairs)
+        linear = self.token_s * larger(tokens / degree, whole_tokens)
         steps = (degree - 1) * (cut_samples > 0)
         traffic = self.kv_bytes_per_token * cut_tokens / degree / bytes_per_s
         communication = steps * (traffic + self.layers * self.passes * latency_s)
         # T_cpa + T_cm - min(T_cpa, T_cma), with T_cm = T_cma, is the larger of the two.
-        exposed = np.maximum(attention, communication)
-        whole = np.maximum((samples - cut_samples) / degree, whole_tokens > 0)
+        exposed = larger(attention, communication)
+        whole = larger((samples - cut_samples) / degree, whole_tokens > 0)
         handling = self.sample_s * (whole + cut_samples)
         return exposed + linear + handling + self.pack_s + steps * self.ring_step_s
+
+    def _all_to_all_seconds(
+        self,
+        counts: Counts,
+        degree: Counts,
+        bytes_per_s: Counts,
+        latency_s: Counts,
+        larger: Callable[[Counts, Counts], Counts],
+    ) -> Counts:
+        tokens, pairs, samples = counts[0], counts[1], counts[2]
+        compute = (self.pair_s * pairs + self.token_s * tokens) / degree
+        head_bytes = self.head_bytes_per_token * (2 * self.heads + 2 * larger(self.kv_heads, degree))
+        traffic = head_bytes * tokens / degree * (degree - 1) / degree / bytes_per_s
+        waits = (degree > 1) * (self.layers * self.passes * _ALL_TO_ALLS * latency_s)
+        return compute + self.sample_s * samples + self.pack_s + traffic + waits
 
 
 def cost_model(
@@ -200,4 +254,7 @@ def cost_model(
         intra=Link(hardware.intra_bytes_per_s, hardware.intra_latency_s),
         inter=Link(hardware.inter_bytes_per_s, hardware.inter_latency_s),
         passes=passes,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_bytes_per_token=float(shape.layers * passes * shape.head_dim * hardware.element_bytes),
     )

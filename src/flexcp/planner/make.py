@@ -12,13 +12,16 @@ from flexcp.core.plan import Mode, Plan
 from flexcp.core.sample import Sample
 from flexcp.cost.model import CostModel
 from flexcp.planner.bounds import lower_bound_s
-from flexcp.planner.policies import flexcp, paper, static
+from flexcp.planner.policies import flexcp, flexsp, megatron_dynamic, paper, static, ulysses
 from flexcp.planner.problem import Assignment, Problem
 from flexcp.planner.timeline import schedule
 
 POLICIES: dict[str, Callable[[Problem], Assignment]] = {
     "flexcp": flexcp.assign,
     "paper": paper.assign,
+    "flexsp": flexsp.assign,
+    "megatron-dynamic": megatron_dynamic.assign,
+    "ulysses": ulysses.assign,
     "static": static.assign,
 }
 MODES: tuple[Mode, ...] = ("lockstep", "free-running")
@@ -62,7 +65,7 @@ def make_plan(
         raise UnknownNameError("policy", policy, POLICIES)
     if mode not in MODES:
         raise UnknownNameError("mode", mode, MODES)
-    problem = _problem(samples, cluster, cost, mode, whole_below_tokens)
+    problem = _problem(samples, cluster, priced(cost, policy), mode, whole_below_tokens)
     tasks = schedule(problem, POLICIES[policy](problem))
     return Plan(
         policy=policy,
@@ -73,6 +76,11 @@ def make_plan(
         tasks=tasks,
         bound_s=lower_bound_s(problem),
     )
+
+
+def priced(cost: CostModel, policy: str) -> CostModel:
+    """What a policy's plans are timed with: all run rings, but `ulysses` exchanges heads."""
+    return cost.with_exchange("all-to-all") if policy == "ulysses" else cost
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,15 +25,15 @@ def assign(problem: Problem) -> Assignment:
     for degree in range(longest, problem.ranks + 1):
         if problem.ranks % degree:
             continue
-        for assignment in _with_degree(problem, degree):
+        for assignment in with_degree(problem, degree):
             total_s = sum(max(problem.seconds(pack) for pack in wave) for wave in assignment)
             if total_s < best_s:
                 best, best_s = assignment, total_s
     return best
 
 
-def _with_degree(problem: Problem, degree: int) -> list[Assignment]:
-    """Plans at one degree for the few least wave counts that memory allows."""
+def with_degree(problem: Problem, degree: int) -> list[Assignment]:
+    """Plans at one degree that divides N, for the few least wave counts that memory allows."""
     groups = problem.ranks // degree
     # A lone sample always fits its slot, even where the room for mixtures is less.
     room = max(room_tokens(problem, degree), problem.loads[0].tokens)
