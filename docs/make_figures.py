@@ -14,9 +14,9 @@ COMMAND = f"flexcp plan {LENGTHS} --model qwen3-8b --hardware h100 --ranks 64 --
 def figures() -> None:
     """Draw docs/plan.svg and put the real output of the same command into the README."""
     shown = subprocess.run(
-        [sys.executable, "-m", "flexcp", *COMMAND.split()[1:], "--svg", "docs/plan.svg"],
+        [sys.executable, "-m", "flexcp", *COMMAND.split()[1:], "--out", "docs/plan.svg"],
         cwd=ROOT,
-        env={**os.environ, "COLUMNS": "100"},
+        env={**os.environ, "COLUMNS": "80"},
         capture_output=True,
         text=True,
         check=True,

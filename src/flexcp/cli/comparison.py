@@ -1,51 +1,60 @@
-"""What `flexcp plan` computes: batches from a list of lengths, every policy on them, one verdict.
+"""What `flexcp plan` computes: every policy on the same global batches, and one verdict.
 
 Values in, values out. The verb in `plan.py` reads the options and prints.
 """
 
 from __future__ import annotations
 
-import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+
+import numpy as np
 
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import ConfigError, InfeasibleError, UnsupportedError
 from flexcp.core.layout import DEFAULT_WHOLE_BELOW_TOKENS
+from flexcp.core.lengths import Lengths
 from flexcp.core.plan import Mode, Plan
 from flexcp.core.sample import Sample
 from flexcp.cost import CostModel
 from flexcp.planner import POLICIES, Planner, lower_bound_s
+from flexcp.planner.make import priced
 from flexcp.planner.policies import static
 from flexcp.planner.problem import Problem
 from flexcp.planner.timeline import schedule
+from flexcp.report.explain import communication_share, tight_bound
 from flexcp.report.tables import Outcome, format_seconds
 
-REPORT_SCHEMA = "flexcp.plan-report/1"
-MODE: Mode = "lockstep"
 NOT_WORTH_BELOW = 1.03  # under 3 % the cost model's own error decides, so no promise is made
+NEARLY_EQUAL = 1.5  # longest over median
+# In the order shown; the policy that the comparison is about comes last.
+_ORDER = ("static", "ulysses", "megatron-dynamic", "flexsp", "paper", "flexcp")
+_ONLY_NAMED = {"flexsp": "solves integer programmes for seconds: --policy flexsp"}
 
 Policy = Callable[[Sequence[Sample]], Plan]
 
 
-def global_batches(
-    samples: Sequence[Sample], size: int, steps: int, seed: int
-) -> tuple[tuple[Sample, ...], ...]:
-    """Draw without replacement; fewer or smaller batches where the samples run out.
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What every policy is given, apart from the samples."""
 
-    >>> samples = [Sample(i, 10 + i) for i in range(5)]
-    >>> [len(batch) for batch in global_batches(samples, size=2, steps=9, seed=0)]
-    [2, 2, 1]
-    """
-    drawn = random.Random(seed).sample(samples, min(len(samples), size * steps))  # noqa: S311 (no secret)
-    return tuple(tuple(drawn[start : start + size]) for start in range(0, len(drawn), size))
+    cluster: Cluster
+    cost: CostModel
+    mode: Mode
+
+    @property
+    def whole_below_tokens(self) -> int:
+        """Samples shorter than this are never cut."""
+        return min(DEFAULT_WHOLE_BELOW_TOKENS, self.cluster.tokens_per_rank // 2)
+
+    def problem(self, samples: Sequence[Sample]) -> Problem:
+        """One global batch under this setting."""
+        return Problem.of(samples, self.cluster, self.cost, self.mode, self.whole_below_tokens)
 
 
-def run_policy(name: str, policy: Policy, batches: Sequence[Sequence[Sample]]) -> Outcome:
+def run_policy(name: str, policy: Policy, batches: Sequence[Sequence[Sample]], setting: Setting) -> Outcome:
     """Plan every batch; a policy that cannot serve one of them says why instead."""
     plans, spent_s = [], 0.0
     try:
@@ -55,13 +64,14 @@ def run_policy(name: str, policy: Policy, batches: Sequence[Sequence[Sample]]) -
             spent_s += time.perf_counter() - started
     except (InfeasibleError, UnsupportedError) as error:
         return Outcome(name, refusal=error.cause)
-    return Outcome(name, tuple(plans), 1000 * spent_s / len(plans))
+    cost = priced(setting.cost, name)
+    share = sum(communication_share(plan, cost) for plan in plans) / len(plans)
+    return Outcome(name, tuple(plans), 1000 * spent_s / len(plans), share)
 
 
 def compare(
     batches: Sequence[Sequence[Sample]],
-    cluster: Cluster,
-    cost: CostModel,
+    setting: Setting,
     *,
     policy: str = "all",
     current_cp: int | None = None,
@@ -70,8 +80,7 @@ def compare(
 
     Args:
         batches: the samples of each step.
-        cluster: what they run on.
-        cost: seconds of packs.
+        setting: what they run on, what it costs, and who waits for whom.
         policy: the one to look at; `all` looks at `flexcp` and shows every other one beside it.
         current_cp: degree of the layout in use; with it that layout is the baseline, else `static` is.
 
@@ -79,113 +88,69 @@ def compare(
         ConfigError: the degree in use does not divide the ranks.
     """
     subject = "flexcp" if policy == "all" else policy
-    beside = sorted(POLICIES.keys() - {subject, "static"}) if policy == "all" else []
-    names = [name for name in ("static", *beside) if name != subject]
-    outcomes = [run_policy(name, Planner(cluster, cost, name), batches) for name in (*names, subject)]
+    names = sorted(POLICIES, key=_ORDER.index) if policy == "all" else ["static"]
+    names = [*(name for name in names if name != subject), subject]
+    outcomes = [_row(name, batches, setting, policy) for name in names]
     if current_cp is None:
         return outcomes, next(outcome for outcome in outcomes if outcome.policy == "static")
-    if current_cp < 1 or cluster.ranks % current_cp:
+    ranks = setting.cluster.ranks
+    if current_cp < 1 or ranks % current_cp:
         raise ConfigError(
-            f"--current-cp {current_cp} does not divide {cluster.ranks} ranks",
+            f"--current-cp {current_cp} does not divide {ranks} ranks",
             "A static layout has one degree on all ranks.",
         )
-    in_use = run_policy(f"static cp={current_cp}", partial(static_plan, current_cp, cluster, cost), batches)
+    layout = partial(static_plan, current_cp, setting)
+    in_use = run_policy(f"static cp={current_cp}", layout, batches, setting)
     return [in_use, *outcomes], in_use
 
 
-def static_plan(degree: int, cluster: Cluster, cost: CostModel, samples: Sequence[Sample]) -> Plan:
+def _row(name: str, batches: Sequence[Sequence[Sample]], setting: Setting, policy: str) -> Outcome:
+    if policy == "all" and name in _ONLY_NAMED:
+        return Outcome(name, refusal=_ONLY_NAMED[name])
+    planner = Planner(setting.cluster, setting.cost, name, setting.mode)
+    return run_policy(name, planner, batches, setting)
+
+
+def static_plan(degree: int, setting: Setting, samples: Sequence[Sample]) -> Plan:
     """The static layout of one degree, packed as fairly as the policy `static` packs.
 
     Raises:
         InfeasibleError: the degree does not hold the longest sample.
     """
     longest = max(sample.tokens for sample in samples)
-    if (needed := cluster.min_degree(longest)) > degree:
+    if (needed := setting.cluster.min_degree(longest)) > degree:
         raise InfeasibleError(f"a sample of {longest} tokens needs degree {needed}, the layout has {degree}")
-    whole = min(DEFAULT_WHOLE_BELOW_TOKENS, cluster.tokens_per_rank // 2)
-    problem = Problem.of(samples, cluster, cost, MODE, whole)
+    problem = setting.problem(samples)
     layouts = (schedule(problem, assignment) for assignment in static.with_degree(problem, degree))
     tasks = min(layouts, key=lambda tasks: max(task.end_s for task in tasks))
-    return Plan("static", MODE, cluster, whole, tuple(samples), tasks, lower_bound_s(problem))
-
-
-def verdict(subject: Outcome, baseline: Outcome, samples: Sequence[Sample]) -> str:
-    """One or two sentences for the person who has to decide."""
-    layout = (
-        "the best static layout" if baseline.policy == "static" else f"the layout in use, {baseline.policy}"
+    bound_s = lower_bound_s(problem)
+    return Plan(
+        "static", setting.mode, setting.cluster, setting.whole_below_tokens, tuple(samples), tasks, bound_s
     )
+
+
+def verdict(subject: Outcome, baseline: Outcome, lengths: Lengths, setting: Setting) -> str:
+    """What the person who has to decide needs: what it gives over the layout in use, and what limits it."""
+    in_use = baseline.policy != "static"
+    layout = f"the layout in use ({baseline.policy})" if in_use else "the best static layout"
     if not subject.plans:
         return f"{subject.policy} cannot serve these lengths: {subject.refusal}."
-    step, distance = format_seconds(subject.step_s), f"{subject.gap - 1:.1%} above the bound"
+    step = f"{format_seconds(subject.step_s)} a step"
+    plan = subject.plans[0]
+    limit = tight_bound(plan, setting.problem(plan.samples))
+    distance = f"{subject.gap - 1:.1%} above the bound, which is {limit}"
     if not baseline.plans:
-        return f"{subject.policy} takes {step} a step, {distance}; {layout} cannot serve: {baseline.refusal}."
+        return f"{subject.policy} takes {step}, {distance}; {layout} cannot serve: {baseline.refusal}."
     if subject.policy == baseline.policy:
-        return f"{subject.policy} takes {step} a step, {distance}."
+        return f"{subject.policy} takes {step}, {distance}."
     speed = baseline.step_s / subject.step_s
-    against = f"{layout} ({format_seconds(baseline.step_s)})"
-    if speed < NOT_WORTH_BELOW:
-        spread = max(s.tokens for s in samples) / statistics.median(s.tokens for s in samples)
-        reason = (
-            "lengths are nearly equal" if spread < 1.5 else f"the gain is under {NOT_WORTH_BELOW - 1:.0%}"
-        )
+    against = f"{layout}, {format_seconds(baseline.step_s)}"
+    equal = float(lengths.max()) < NEARLY_EQUAL * float(np.median(lengths))
+    if equal or speed < NOT_WORTH_BELOW:
+        reason = "lengths are nearly equal" if equal else f"the gain is under {NOT_WORTH_BELOW - 1:.0%}"
         change = f"{speed - 1:.1%} faster than" if speed >= 1.0005 else "no faster than"
-        return f"Not worth adopting here: {reason}. {subject.policy} ({step} a step) is {change} {against}."
-    return f"{subject.policy} takes {step} a step: {speed:.2f}× the speed of {against}, {distance}."
-
-
-def report_json(
-    inputs: dict[str, Any],
-    coefficients: dict[str, Any],
-    outcomes: Sequence[Outcome],
-    baseline: Outcome,
-    sentence: str,
-    *,
-    with_tasks: bool,
-) -> dict[str, Any]:
-    """The object that `--json` prints and, with the tasks, `--out` writes; see docs/plan_report.md."""
-    return {
-        "schema": REPORT_SCHEMA,
-        "inputs": inputs,
-        "coefficients": coefficients,
-        "verdict": sentence,
-        "baseline": baseline.policy,
-        "policies": {outcome.policy: _outcome_json(outcome, baseline, with_tasks) for outcome in outcomes},
-    }
-
-
-def _outcome_json(outcome: Outcome, baseline: Outcome, with_tasks: bool) -> dict[str, Any]:
-    if not outcome.plans:
-        return {"refusal": outcome.refusal}
-    return {
-        "step_s": outcome.step_s,
-        "bound_s": outcome.bound_s,
-        "gap": outcome.gap,
-        "speed": baseline.step_s / outcome.step_s if baseline.plans else None,
-        "plan_ms": outcome.plan_ms,
-        "waves": outcome.waves,
-        "degrees": outcome.degrees,
-        "idle_share": outcome.idle_share,
-        "steps": [_plan_json(plan, with_tasks) for plan in outcome.plans],
-    }
-
-
-def _plan_json(plan: Plan, with_tasks: bool) -> dict[str, Any]:
-    body: dict[str, Any] = {
-        "step_s": plan.step_s,
-        "bound_s": plan.bound_s,
-        "gap": plan.gap,
-        "waves": plan.num_waves,
-        "degrees": plan.degrees,
-        "digest": plan.digest,
-    }
-    if with_tasks:
-        ids = [sample.id for sample in plan.samples]
-        body["tasks"] = [
-            asdict(task)
-            | {
-                "samples": [ids[index] for index in task.samples],
-                "tokens": [sample.tokens for sample in plan.pack(task)],
-            }
-            for task in plan.tasks
-        ]
-    return body
+        return (
+            f"Not worth adopting here: {reason}. {subject.policy}, {step}, is {change} {against}; "
+            f"the bound is {limit}."
+        )
+    return f"{subject.policy} takes {step}: {speed:.2f}× the speed of {against}. It is {distance}."

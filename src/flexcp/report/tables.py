@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flexcp.core.plan import Plan
+from flexcp.report.explain import Choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +23,14 @@ class Outcome:
         policy: its name, with its setting where there is one (`static d=8`).
         plans: one per step; empty when the policy refuses.
         plan_ms: mean planning time of a step.
+        communication_share: share of all rank-time spent on messages that no computation hides.
         refusal: why there is no plan.
     """
 
     policy: str
     plans: tuple[Plan, ...] = ()
     plan_ms: float = 0.0
+    communication_share: float = 0.0
     refusal: str = ""
 
     @property
@@ -104,37 +108,85 @@ def format_count(value: float) -> str:
     return f"{value:.0f}" if float(value).is_integer() else f"{value:.1f}"
 
 
-def policy_table(outcomes: Sequence[Outcome], baseline: Outcome | None) -> Table:
-    """One row a policy, `flexcp` last as given; speed is the baseline's step time over the row's."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
-    table.add_column("policy", no_wrap=True)
-    against = baseline.policy if baseline else "static"
-    for name in ("step", "gap", f"vs {against}", "waves"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("degree×groups", overflow="fold")
-    for name in ("idle", "planned in"):
-        table.add_column(name, justify="right", no_wrap=True)
+_HEADS = ("policy", "step", "gap", "speed", "waves", "degrees", "idle", "comm", "planned in")
+
+
+def policy_table(outcomes: Sequence[Outcome], baseline: Outcome | None, width: int = 80) -> Text:
+    """One line a policy, as wide as its content; the reason of one that cannot serve fills its line.
+
+    Speed is the baseline's step time over the row's.
+    """
+    rows = [_HEADS, *(_cells(outcome, baseline) for outcome in outcomes if outcome.plans)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
+    widths[0] = max(len("policy"), *(len(outcome.policy) for outcome in outcomes))
+    text = Text()
+    text.append(_line(_HEADS, widths) + "\n", "bold")
+    text.append("─" * (sum(widths) + 2 * len(widths) - 2), "dim")
     for outcome in outcomes:
+        text.append("\n")
         if outcome.plans:
-            table.add_row(*_cells(outcome, baseline), style="bold" if outcome.policy == "flexcp" else "")
+            last = outcome is outcomes[-1]
+            text.append(_line(_cells(outcome, baseline), widths), "bold" if last else "")
         else:
-            dash = Text("–", style="dim")
-            table.add_row(outcome.policy, dash, dash, dash, dash, Text(outcome.refusal, "yellow"), dash, dash)
-    return table
+            indent = " " * (widths[0] + 2)
+            lines = textwrap.wrap(outcome.refusal, max(20, width - len(indent)))
+            text.append(outcome.policy.ljust(widths[0] + 2), "dim")
+            text.append(f"\n{indent}".join(lines), "yellow")
+    return text
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first, *rest = zip(cells, widths, strict=True)
+    return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)])
 
 
 def _cells(outcome: Outcome, baseline: Outcome | None) -> tuple[str, ...]:
-    speed = f"{baseline.step_s / outcome.step_s:.2f}×" if baseline else "–"
     return (
         outcome.policy,
         format_seconds(outcome.step_s),
         f"{outcome.gap:.3f}",
-        speed,
+        f"{baseline.step_s / outcome.step_s:.2f}×" if baseline else "–",
         format_count(outcome.waves),
-        format_degrees(outcome.degrees, most=8),
+        format_range(outcome.degrees),
         f"{outcome.idle_share:.1%}",
+        f"{outcome.communication_share:.1%}",
         f"{outcome.plan_ms:.0f} ms",
     )
+
+
+def format_range(degrees: Mapping[int, int]) -> str:
+    """Least and most degree.
+
+    >>> format_range({8: 4}), format_range({1: 9, 3: 2, 17: 1})
+    ('8', '1–17')
+    """
+    least, most = min(degrees), max(degrees)
+    return f"{least}" if least == most else f"{least}–{most}"
+
+
+def choice_table(choices: Sequence[Choice]) -> Table:
+    """Why each long sample got its degree, and what one rank less or more would change."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    for name in ("sample", "tokens", "degree", "time", "one less", "one more"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("because", overflow="fold")
+    for choice in choices:
+        table.add_row(
+            str(choice.sample),
+            f"{choice.tokens:,}",
+            str(choice.degree),
+            format_seconds(choice.seconds),
+            _change(choice.seconds, choice.less_s),
+            _change(choice.seconds, choice.more_s),
+            choice.reason,
+        )
+    return table
+
+
+def _change(seconds: float, other_s: float | None) -> str:
+    if other_s is None:
+        return "–"
+    return ("+" if other_s >= seconds else "-") + format_seconds(abs(other_s - seconds))
 
 
 def plan_table(plan: Plan, most: int = 12) -> Table:

@@ -1,0 +1,123 @@
+"""Why a plan is as it is: the bound that limits it, the degree of each long sample, what is not hidden."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flexcp.core.plan import Plan, Task
+from flexcp.cost.model import CostModel, Link, Load
+from flexcp.planner.placement import crosses_nodes
+from flexcp.planner.problem import Problem
+
+_TIGHT = 1.005  # a bound explains the whole if it is within half a percent of it
+_FREE = Link(float("inf"), 0.0)
+
+
+def communication_share(plan: Plan, cost: CostModel) -> float:
+    """Share of all rank-time that ranks spend on messages which no computation hides."""
+    silent = replace(cost, intra=_FREE, inter=_FREE)
+    exposed_s = 0.0
+    for task in plan.tasks:
+        load, crosses = task_load(plan, task), crosses_nodes(task.ranks, plan.cluster)
+        seconds = cost.task_s(load, task.degree, crosses) - silent.task_s(load, task.degree)
+        exposed_s += task.degree * seconds / plan.cluster.speed(task.ranks)
+    return exposed_s / (plan.step_s * plan.cluster.ranks)
+
+
+def tight_bound(plan: Plan, problem: Problem) -> str:
+    """The part of the bound that limits the step, as the end of a sentence."""
+    longest = problem.loads[0]
+    times_s = problem.table_s([longest])[0]
+    best = int(times_s.argmin())
+    if plan.bound_s <= _TIGHT * times_s[best]:
+        return f"the longest sample, {longest.tokens:,} tokens, on its best {best + 1} ranks"
+    work_s = problem.total_work_s / problem.ranks + problem.cost.pack_s
+    if plan.mode == "free-running" or plan.bound_s <= _TIGHT * work_s:
+        return "the work of all samples on all ranks"
+    return "the waves that memory forces"
+
+
+def task_load(plan: Plan, task: Task) -> Load:
+    """What a task holds."""
+    return sum((Load.of(sample, plan.whole_below_tokens) for sample in plan.pack(task)), Load())
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The degree of one long sample.
+
+    Attributes:
+        sample: its id.
+        tokens: its length.
+        others: samples in the same pack.
+        degree: what it got.
+        seconds: time of its pack at this degree.
+        less_s, more_s: with one rank less or more; None where memory or the cluster forbids it.
+        reason: why this degree.
+    """
+
+    sample: int
+    tokens: int
+    others: int
+    degree: int
+    seconds: float
+    less_s: float | None
+    more_s: float | None
+    reason: str
+
+
+def explain(plan: Plan, cost: CostModel, most: int = 8) -> tuple[Choice, ...]:
+    """The longest samples of a plan, longest first, as far as they are on several ranks."""
+    found = []
+    for task in plan.tasks:
+        if task.degree > 1:
+            longest = max(plan.pack(task), key=lambda sample: sample.tokens)
+            found.append((-longest.tokens, longest.id, task))
+    return tuple(_choice(plan, task, cost) for *_, task in sorted(found, key=lambda item: item[:2])[:most])
+
+
+def _choice(plan: Plan, task: Task, cost: CostModel) -> Choice:
+    pack = plan.pack(task)
+    longest = max(pack, key=lambda sample: (sample.tokens, -sample.id))
+    load = task_load(plan, task)
+    speed = plan.cluster.speed(task.ranks)
+
+    def seconds(degree: int) -> float | None:
+        if not plan.cluster.min_degree(load.tokens) <= degree <= plan.cluster.ranks:
+            return None
+        crosses = degree > plan.cluster.ranks_per_node
+        if degree == task.degree:
+            crosses = crosses_nodes(task.ranks, plan.cluster)
+        return cost.task_s(load, degree, crosses) / speed
+
+    less_s, more_s = seconds(task.degree - 1), seconds(task.degree + 1)
+    reason = _reason(plan, task, less_s, more_s)
+    return Choice(
+        longest.id, longest.tokens, len(pack) - 1, task.degree, task.duration_s, less_s, more_s, reason
+    )
+
+
+def _reason(plan: Plan, task: Task, less_s: float | None, more_s: float | None) -> str:
+    if less_s is None:
+        return "memory allows no less"
+    if task.start_s + less_s > plan.step_s * (1 + 1e-9):
+        return "less outlasts the step"
+    if plan.mode == "lockstep":
+        ends_s = max(other.end_s for other in plan.waves[_wave_index(plan, task)])
+        if task.start_s + less_s > ends_s * (1 + 1e-9):
+            return "less outlasts its wave"
+    if more_s is not None and more_s >= task.duration_s:
+        return "more is no faster"
+    if _next_start_s(plan, task) is not None:
+        return "less delays the next"
+    return "fits the time left"
+
+
+def _wave_index(plan: Plan, task: Task) -> int:
+    return sorted({other.wave for other in plan.tasks}).index(task.wave)
+
+
+def _next_start_s(plan: Plan, task: Task) -> float | None:
+    """When the first later task on one of its ranks starts."""
+    later = [plan.tasks[index].start_s for rank in task.ranks for index in plan.tasks_of(rank)]
+    return min((start_s for start_s in later if start_s >= task.end_s), default=None)
