@@ -8,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import flexcp
-from flexcp.cost import cost_model, hardware
 
 
 class Numbers:
@@ -26,7 +25,7 @@ class Numbers:
         return {"input_ids": (self.starts[index] + np.arange(self.lengths[index])) % 100}
 
 
-def train(world) -> None:
+def train(world: flexcp.World) -> None:
     """What every rank runs."""
     config = Qwen3Config(
         vocab_size=100,
@@ -41,13 +40,14 @@ def train(world) -> None:
     model = AutoModelForCausalLM.from_config(config)
     model = flexcp.shard(model, "fsdp2", blocks=flexcp.transformers.blocks_of(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    cost = cost_model(flexcp.transformers.shape_of(config), hardware("cpu"), checkpointing=False)
+    shape = flexcp.transformers.shape_of(config)
+    cost = flexcp.cost_model(shape, flexcp.hardware("cpu"), checkpointing=False)
     cluster = flexcp.Cluster(ranks=world.size, tokens_per_rank=300)
     planner = flexcp.Planner(cluster, cost, mode="free-running", whole_below_tokens=64)
     dataset = Numbers(200)
 
-    with flexcp.transformers.enable(model):
-        engine = flexcp.Engine(model, optimizer, planner, dataset, global_batch=24, steps=12)
+    engine = flexcp.Engine(model, optimizer, planner, dataset, global_batch=24, steps=12)
+    with flexcp.transformers.enable(model), engine:
         for step in engine:
             for micro in step:
                 step.backward(model(**micro.inputs), micro)
@@ -58,7 +58,6 @@ def train(world) -> None:
                 print(
                     f"step {step.index + 1:2}  loss {report.loss:.1f}  longest {longest:3}  packs: {degrees}"
                 )
-        engine.close()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Flexible context parallelism: any-integer degrees, chosen anew for every global batch.
 
 Everything a user needs is here; names that are not in `__all__` may change. Importing this never imports
-torch: `Engine`, `launch`, `shard` and `transformers` are loaded when they are first asked for.
+torch: what needs it is loaded when it is first asked for.
 """
 
 from __future__ import annotations
@@ -24,20 +24,24 @@ from flexcp.core.errors import (
     RankFailedError,
     RunError,
     SampleTooLongError,
-    TransportError,
     UnknownNameError,
     UnsupportedError,
 )
 from flexcp.core.model_shape import ModelShape, model_shape
 from flexcp.core.plan import Plan, Task
 from flexcp.core.sample import Sample, samples_from_lengths
+from flexcp.cost import cost_model, hardware, tokens_per_rank
 from flexcp.planner import Planner, make_plan
 
 if TYPE_CHECKING:
+    from flexcp.attention import ring_attention
     from flexcp.integrations import transformers
+    from flexcp.runtime.batches import MicroBatch
     from flexcp.runtime.engine import Engine
-    from flexcp.runtime.launch import launch
+    from flexcp.runtime.launch import World, launch
+    from flexcp.runtime.metrics import StepReport
     from flexcp.runtime.sharding import shard
+    from flexcp.runtime.step import Step
 
 __version__ = "0.1.0"
 
@@ -52,6 +56,7 @@ __all__ = [
     "InfeasibleError",
     "InputError",
     "LengthsError",
+    "MicroBatch",
     "MissingExtraError",
     "ModelShape",
     "Plan",
@@ -61,41 +66,51 @@ __all__ = [
     "RunError",
     "Sample",
     "SampleTooLongError",
+    "Step",
+    "StepReport",
     "Task",
-    "TransportError",
     "UnknownNameError",
     "UnsupportedError",
+    "World",
     "__version__",
+    "cost_model",
+    "hardware",
     "launch",
     "make_plan",
     "model_shape",
+    "ring_attention",
     "samples_from_lengths",
     "shard",
+    "tokens_per_rank",
     "transformers",
 ]
 
-# Name -> module, and attribute of it; what needs the extra [train].
+# Name -> the module that holds it; what needs the extra [train].
 _LAZY = {
-    "Engine": ("flexcp.runtime.engine", "Engine"),
-    "launch": ("flexcp.runtime.launch", "launch"),
-    "shard": ("flexcp.runtime.sharding", "shard"),
-    "transformers": ("flexcp.integrations.transformers", ""),
+    "Engine": "flexcp.runtime.engine",
+    "MicroBatch": "flexcp.runtime.batches",
+    "Step": "flexcp.runtime.step",
+    "StepReport": "flexcp.runtime.metrics",
+    "World": "flexcp.runtime.launch",
+    "launch": "flexcp.runtime.launch",
+    "ring_attention": "flexcp.attention",
+    "shard": "flexcp.runtime.sharding",
+    "transformers": "flexcp.integrations.transformers",
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module 'flexcp' has no attribute {name!r}")
-    path, attribute = _LAZY[name]
     try:
-        # Asked for by themselves, so that only their absence is blamed on the extra.
+        # By themselves, so that only their absence is blamed on the extra.
         importlib.import_module("torch")
-        if not attribute:
+        if name == "transformers":
             importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "torch", "train") from error
-    module = importlib.import_module(path)
-    return getattr(module, attribute) if attribute else module
+    module = importlib.import_module(_LAZY[name])
+    return module if name == "transformers" else getattr(module, name)
 
 
 def __dir__() -> list[str]:

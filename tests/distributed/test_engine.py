@@ -64,13 +64,13 @@ def train_with_policies(world: Any, policies: Sequence[str], steps: int) -> dict
 
 def train_alone(steps: int) -> list[float]:
     """Plain PyTorch, one process, sample by sample."""
-    from flexcp.runtime.order import global_batch
+    from flexcp.runtime.order import batch_indices
 
     model, dataset = tiny_model(), ListDataset(LENGTHS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(steps):
-        losses.append(reference_step(model, dataset, global_batch(len(dataset), 7, 0, step)))
+        losses.append(reference_step(model, dataset, batch_indices(len(dataset), 7, 0, step)))
         optimizer.step()
         optimizer.zero_grad()
     return losses

@@ -121,7 +121,7 @@ def steps_in_fp32(world: Any) -> dict[str, Any]:
 
 def test_masked_ranks_and_recomputation() -> None:
     """D01: three of four ranks have nothing to learn from. And the ring runs again inside backward."""
-    by_rank = run_ranks(steps_in_fp32, 4)
+    by_rank = run_ranks(steps_in_fp32, 4, deadline_s=110)
 
     masked = [found["first eighth"] for found in by_rank]
     assert [supervised for _, supervised, _ in masked] == [19, 0, 0, 0]
@@ -206,7 +206,7 @@ def logits_beside(model: Any, noise: int) -> tuple[Tensor, Tensor]:
 @pytest.fixture(scope="module")
 def scores() -> list[dict[str, Any]]:
     """By rank."""
-    return run_ranks(score_everything, 3)
+    return run_ranks(score_everything, 3, deadline_s=110)
 
 
 def test_log_probabilities_of_every_token(scores: list[dict[str, Any]]) -> None:
@@ -295,7 +295,7 @@ def steps_in_bf16(world: Any) -> list[tuple[float, int, Grads]]:
 
 def test_bf16_stays_within_its_band() -> None:
     """D39: 2 % of the largest gradient of each parameter, against fp32 in one process."""
-    by_rank = run_ranks(steps_in_bf16, 3)
+    by_rank = run_ranks(steps_in_bf16, 3, deadline_s=110)
 
     for kind in (0, 1):
         check_gradients([found[kind] for found in by_rank], ListDataset(PACKS[0]), BF16_BAND)

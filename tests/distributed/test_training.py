@@ -178,7 +178,7 @@ def children_of(pid: int) -> list[int]:
     [
         ({"data__path": "nowhere"}, "nowhere does not exist", ""),
         ({"parallel__hardware": "h10"}, "unknown hardware 'h10'", "Did you mean"),
-        ({"parallel__policy": "flex"}, "unknown policy 'flex'", "Did you mean 'flexcp'?"),
+        ({"parallel__policy": "flexcpp"}, "unknown policy 'flexcpp'", "Did you mean 'flexcp'?"),
         ({"parallel__tokens_per_rank": 20, "parallel__whole_below_tokens": 8}, "tokens", "too_long"),
     ],
 )

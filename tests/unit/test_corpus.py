@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def open_folder(folder: Path, seed: int = 0, **options: Any) -> Corpus:
-    return open_corpus(DataSection(path=str(folder), **options), None, seed, lambda *_: None)
+    return open_corpus(DataSection(path=str(folder), **options), lambda vocab: 10**9, seed, lambda *_: None)
 
 
 def test_empty_and_binary_files_are_skipped_with_a_notice(folder: Path) -> None:
@@ -87,9 +87,9 @@ def test_what_the_ranks_hold_is_the_limit(folder: Path) -> None:
     """D28: a sample above it is refused, or left out by name."""
     section = DataSection(path=str(folder))
     with pytest.raises(DataError, match=r"^5\.txt has 31 tokens, more than 30, and so have 1 of 6 documents"):
-        open_corpus(section, 30, 0, lambda *_: None)
+        open_corpus(section, lambda vocab: 30, 0, lambda *_: None)
     skipping = DataSection(path=str(folder), too_long="skip")
-    corpus = open_corpus(skipping, 30, 0, lambda *_: None)
+    corpus = open_corpus(skipping, lambda vocab: 30, 0, lambda *_: None)
     assert [str(note) for note in corpus.skipped] == ["1 skipped, longer than 30 tokens: 5.txt"]
 
 
@@ -111,7 +111,7 @@ def test_what_the_ranks_hold_is_the_limit(folder: Path) -> None:
 )
 def test_options_that_need_another(folder: Path, options: dict[str, Any], cause: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        open_corpus(DataSection(**{"path": str(folder), **options}), None, 0, lambda *_: None)
+        open_corpus(DataSection(**{"path": str(folder), **options}), lambda vocab: 10**9, 0, lambda *_: None)
 
     assert (caught.value.cause, caught.value.remedy) == (cause, remedy)
 
@@ -125,11 +125,11 @@ def test_a_tokenizer_is_trained_once_per_data(folder: Path, tmp_path: Path) -> N
         if not done:
             seen.append(what)
 
-    first = open_corpus(section, None, 0, progress)
+    first = open_corpus(section, lambda vocab: 10**9, 0, progress)
     assert seen.count("training the tokenizer") == 1
-    assert open_corpus(section, None, 0, progress).fingerprint == first.fingerprint
+    assert open_corpus(section, lambda vocab: 10**9, 0, progress).fingerprint == first.fingerprint
     assert seen.count("training the tokenizer") == 1
     (folder / "new.txt").write_text("more text")
-    with_new = open_corpus(section, None, 0, progress)
+    with_new = open_corpus(section, lambda vocab: 10**9, 0, progress)
     assert seen.count("training the tokenizer") == 2
     assert len(with_new.train) == 7

@@ -61,7 +61,7 @@ def test_tokens_per_rank_is_exactly_what_the_budget_holds():
 
 
 def test_the_papers_machine_holds_thousands_of_tokens():
-    # 64 ranks of 64 GB ran Qwen3-VL at 8192 tokens a rank; weights and gradients whole on every rank leave half.
+    # 64 ranks of 64 GB ran Qwen3-VL at 8192 tokens a rank; whole weights and gradients leave half of that.
     assert 4096 <= tokens_per_rank(QWEN, hardware("ascend-910c"), 64) < 8192
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flexcp.core.errors import DataError
-from flexcp.runtime.order import epoch_order, global_batch
+from flexcp.runtime.order import batch_indices, epoch_order
 from flexcp.train.data import ByteTokenizer, open_dataset, train_bpe
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
@@ -143,7 +143,7 @@ def test_a_run_that_stops_and_goes_on_sees_the_same_samples(data):
     def run(first, last):
         dataset = open_dataset(data)
         epoch_order.cache_clear()
-        batches = [global_batch(len(dataset), 3, 5, step) for step in range(first, last)]
+        batches = [batch_indices(len(dataset), 3, 5, step) for step in range(first, last)]
         return [[dataset[i]["input_ids"].tolist() for i in batch] for batch in batches]
 
     assert run(0, 4) + run(4, 9) == run(0, 9)

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from flexcp.core.errors import ConfigError, DataError, RankFailedError, SampleTooLongError
-from flexcp.runtime.launch import launch, on_first_rank, under_torchrun
-from flexcp.runtime.transport import Transport, peers_in_reach
+from flexcp.runtime.collectives import on_first_rank, peers_in_reach
+from flexcp.runtime.launch import launch, under_torchrun
+from flexcp.runtime.transport import Transport
 
 
 def square(world: Any, power: int) -> dict[str, Any]:
@@ -111,10 +112,10 @@ def sleep_on_one(world: Any) -> str:
 
 def test_a_deadline_ends_a_rank_that_sleeps_and_names_it() -> None:
     started_s = time.monotonic()
-    with pytest.raises(RankFailedError, match=r"rank \[1\] had not finished after 6 s and was ended"):
-        launch(sleep_on_one, 2, deadline_s=6)
+    with pytest.raises(RankFailedError, match=r"ranks \[1\] had not finished after 20 s and were ended"):
+        launch(sleep_on_one, 2, deadline_s=20)
 
-    assert time.monotonic() - started_s < 20
+    assert time.monotonic() - started_s < 40
 
 
 def die(world: Any, how: str) -> None:
@@ -133,15 +134,15 @@ def test_a_rank_that_dies_silently_is_named(how: str, nproc: int, words: str) ->
     with pytest.raises(RankFailedError, match=f"^{words}$"):
         launch(die, nproc, (how,), deadline_s=60)
 
-    assert time.monotonic() - started_s < 20
+    assert time.monotonic() - started_s < 40
 
 
 def first_rank_work(world: Any) -> list[str]:
-    said = [str(on_first_rank(lambda: f"from rank {world.rank}"))]
+    said = [str(on_first_rank(lambda: f"from rank {world.rank}", "a test"))]
     cases = [DataError("no sample", "Look."), ValueError("odd"), DataError("é" * 5000, "Ü" * 5000)]
     for error in cases:
         try:
-            on_first_rank(lambda error=error: _throw(error))
+            on_first_rank(lambda error=error: _throw(error), "a test")
             said.append("nothing was raised")
         except Exception as caught:
             said.append(f"{type(caught).__name__}: {caught}"[:60])
@@ -157,7 +158,7 @@ def test_all_ranks_hear_what_stopped_the_first() -> None:
     first, second = launch(first_rank_work, 2, deadline_s=60)
 
     assert (first[0], second[0]) == ("from rank 0", "None")
-    assert (first[1], second[1]) == ("DataError: no sample\nLook.", "InputError: no sample\nLook.")
-    assert (first[2], second[2]) == ("ValueError: odd", "InputError: odd")
+    assert (first[1], second[1]) == ("DataError: no sample\nLook.", "DataError: no sample\nLook.")
+    assert (first[2], second[2]) == ("RunError: ValueError: odd", "RunError: ValueError: odd")
     assert first[3].startswith("DataError: ééé")
-    assert second[3].startswith("InputError: ééé")
+    assert second[3].startswith("DataError: ééé")

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcp.core.errors import ConfigError
-from flexcp.runtime.order import epoch_order, global_batch
+from flexcp.runtime.order import batch_indices, epoch_order
 
 counts = st.integers(1, 60)
 
 
 @given(samples=counts, batch=st.integers(1, 150), seed=st.integers(0, 2**32), steps=st.integers(1, 8))
 def test_steps_are_slices_of_the_epochs_laid_end_to_end(samples, batch, seed, steps):
-    got = np.concatenate([global_batch(samples, batch, seed, step) for step in range(steps)])
+    got = np.concatenate([batch_indices(samples, batch, seed, step) for step in range(steps)])
     epochs = -(-steps * batch // samples)
     wanted = np.concatenate([epoch_order(samples, seed, epoch) for epoch in range(epochs)])
     assert got.tolist() == wanted[: steps * batch].tolist()
@@ -27,7 +27,7 @@ def test_steps_are_slices_of_the_epochs_laid_end_to_end(samples, batch, seed, st
 @given(samples=counts, batch=counts, seed=st.integers(0, 2**32))
 def test_each_epoch_visits_every_sample_exactly_once(samples, batch, seed):
     steps = samples  # samples * batch indices: exactly `batch` epochs
-    got = np.concatenate([global_batch(samples, batch, seed, step) for step in range(steps)])
+    got = np.concatenate([batch_indices(samples, batch, seed, step) for step in range(steps)])
     assert Counter(got.tolist()) == dict.fromkeys(range(samples), batch)
 
 
@@ -35,14 +35,14 @@ def test_each_epoch_visits_every_sample_exactly_once(samples, batch, seed):
 def test_awkward_counts_fill_every_batch(samples):
     """D26: sample counts 1, prime, one less than the batch."""
     for step in range(3):
-        assert len(global_batch(samples, 512, 7, step)) == 512
+        assert len(batch_indices(samples, 512, 7, step)) == 512
 
 
 def test_resume_needs_only_the_step():
     """D59: stop after k steps, continue: the same ids as without the stop."""
-    whole = [global_batch(37, 8, 3, step).tolist() for step in range(20)]
+    whole = [batch_indices(37, 8, 3, step).tolist() for step in range(20)]
     epoch_order.cache_clear()
-    assert [global_batch(37, 8, 3, step).tolist() for step in range(11, 20)] == whole[11:]
+    assert [batch_indices(37, 8, 3, step).tolist() for step in range(11, 20)] == whole[11:]
 
 
 def test_the_order_is_the_same_in_another_process_and_forever():
@@ -75,5 +75,5 @@ def test_the_cached_order_cannot_be_changed_by_a_caller():
 )
 def test_impossible_arguments_are_named(arguments, text):
     with pytest.raises(ConfigError) as caught:
-        global_batch(*arguments)
+        batch_indices(*arguments)
     assert str(caught.value) == text

@@ -29,6 +29,6 @@ def train(
         from flexcp.train.trainer import train as run_rank
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "torch", "train") from error
-    settings = load_config(config, set_ or ())
-    ranks = nproc or settings.parallel.nproc
-    launch(run_rank, ranks, (settings, resume, quiet), timeout_s=settings.run.timeout_s)
+    overrides = [*(set_ or ()), *([f"parallel.nproc={nproc}"] if nproc else [])]
+    settings = load_config(config, overrides)
+    launch(run_rank, settings.parallel.nproc, (settings, resume, quiet), timeout_s=settings.run.timeout_s)

@@ -14,8 +14,7 @@ The tree::
     ├── UnsupportedError        a model, mask or option that FlexCP would compute wrongly, so refuses
     ├── RunError                a training run cannot go on
     │   ├── RankFailedError     another rank died, stalled or raised
-    │   ├── DisagreementError   ranks hold different plans, configurations or versions
-    │   └── TransportError      a message did not arrive as the plan says
+    │   └── DisagreementError   ranks hold different plans, configurations or versions
     ├── CheckpointError         a checkpoint is missing, damaged, or from another run
     └── MissingExtraError       an optional dependency is absent (also an ImportError)
 """
@@ -23,6 +22,7 @@ The tree::
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable
 
 
@@ -44,6 +44,26 @@ def _rebuild(cls: type[FlexCPError], state: dict[str, object]) -> FlexCPError:
     FlexCPError.__init__(error, str(state["cause"]), str(state["remedy"]))
     error.__dict__.update(state)
     return error
+
+
+def error_to_json(error: BaseException) -> str:
+    """Kind, cause and remedy of an error, for another rank; a foreign error becomes a `RunError`."""
+    if isinstance(error, FlexCPError):
+        return json.dumps({"kind": type(error).__name__, "cause": error.cause, "remedy": error.remedy})
+    return json.dumps({"kind": "RunError", "cause": f"{type(error).__name__}: {error}", "remedy": ""})
+
+
+def error_from_json(text: str) -> FlexCPError:
+    """The error that `error_to_json` wrote, of the same kind."""
+    state = json.loads(text)
+    return _rebuild(_kinds(FlexCPError)[state.pop("kind")], state)
+
+
+def _kinds(root: type[FlexCPError]) -> dict[str, type[FlexCPError]]:
+    kinds = {root.__name__: root}
+    for child in root.__subclasses__():
+        kinds.update(_kinds(child))
+    return kinds
 
 
 class InputError(FlexCPError):
@@ -79,11 +99,10 @@ class InfeasibleError(InputError):
 class SampleTooLongError(InfeasibleError):
     """One sample needs more ranks than the cluster has."""
 
-    def __init__(self, sample_id: int, tokens: int, tokens_per_rank: int, ranks: int) -> None:
-        self.sample_id = sample_id
+    def __init__(self, sample: int | str, tokens: int, tokens_per_rank: int, ranks: int) -> None:
         self.ranks_needed = -(-tokens // tokens_per_rank)
         super().__init__(
-            f"sample {sample_id} has {tokens} tokens; "
+            f"{sample if isinstance(sample, str) else f'sample {sample}'} has {tokens} tokens; "
             f"{ranks} ranks x {tokens_per_rank} tokens hold {ranks * tokens_per_rank}",
             f"It fits on {self.ranks_needed} ranks of this size; or raise the tokens per rank to "
             f"{-(-tokens // ranks)}, or leave the sample out.",
@@ -112,10 +131,6 @@ class RankFailedError(RunError):
 
 class DisagreementError(RunError):
     """Ranks hold different plans, configurations or versions."""
-
-
-class TransportError(RunError):
-    """A message did not arrive as the plan says."""
 
 
 class CheckpointError(FlexCPError):

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Literal, cast
 
 from flexcp.core.cluster import Cluster
-from flexcp.core.errors import PlanError
+from flexcp.core.errors import InputError, PlanError
 from flexcp.core.layout import Layout, make_layout
 from flexcp.core.sample import Sample
 
@@ -30,7 +30,8 @@ class Task:
     Attributes:
         samples: positions in `Plan.samples`.
         ranks: the group: global ranks in ring order; the degree is their number.
-        wave: tasks of one wave run at the same time on disjoint groups.
+        wave: tasks of one wave run at the same time on disjoint groups; waves ascend along every rank. In
+            lockstep a wave begins when the one before has ended on all ranks.
         start_s, end_s: predicted, in seconds from the start of the step.
     """
 
@@ -74,7 +75,7 @@ class Plan:
     tasks: tuple[Task, ...]
     bound_s: float
 
-    @property
+    @cached_property
     def step_s(self) -> float:
         """Makespan: predicted seconds from the first start to the last end."""
         return max((task.end_s for task in self.tasks), default=0.0)
@@ -105,6 +106,8 @@ class Plan:
     @property
     def idle_share(self) -> float:
         """Share of all rank-time in which no task runs."""
+        if not self.tasks:
+            return 0.0
         busy_s = sum(task.duration_s * task.degree for task in self.tasks)
         return 1.0 - busy_s / (self.step_s * self.cluster.ranks)
 
@@ -164,10 +167,12 @@ class Plan:
                 cluster=Cluster(**body["cluster"]),
                 whole_below_tokens=int(body["whole_below_tokens"]),
                 samples=tuple(_sample_from_json(entry) for entry in body["samples"]),
-                tasks=tuple(Task(tuple(s), tuple(r), w, a, b) for s, r, w, a, b in body["tasks"]),
+                tasks=tuple(
+                    Task(tuple(s), tuple(r), int(w), float(a), float(b)) for s, r, w, a, b in body["tasks"]
+                ),
                 bound_s=float(body["bound_s"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, InputError) as error:
             raise PlanError([f"not a plan ({type(error).__name__}: {error})"]) from error
 
 

@@ -14,7 +14,7 @@ class Sample:
     """A sequence of `tokens` rows under a causal mask, except for its full-attention spans.
 
     Attributes:
-        id: index of the sample in its data set; unique within a global batch.
+        id: index of the sample in its data set. A batch that spans epochs may hold a sample twice.
         tokens: length L, at least 1.
         spans: half-open row ranges, ascending and disjoint, whose rows attend to each other both
             ways (image tokens inside a causal text). Every row still attends to all earlier rows.

@@ -33,11 +33,11 @@ class Span:
 
 
 class TraceWriter:
-    """Appends the spans of one rank to a file; buffered, so that a span costs no system call."""
+    """Writes the spans of one rank to a new file; buffered, so that a span costs no system call."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("w", encoding="utf-8")
 
     def write(self, span: Span) -> None:
         """Append one span."""
@@ -61,10 +61,11 @@ class TraceWriter:
 
 
 def read_spans(path: Path) -> Iterator[Span]:
-    """Spans of one file, in the order written."""
+    """Spans of one file, in the order written; a last line that a killed rank left unfinished is dropped."""
     with path.open(encoding="utf-8") as file:
         for line in file:
-            yield Span(**json.loads(line))
+            if line.endswith("\n"):
+                yield Span(**json.loads(line))
 
 
 def to_perfetto(spans: Iterable[Span]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,7 +24,7 @@ class Dataset(Protocol):
     """Map-style training data whose lengths are known before decoding.
 
     `dataset[i]` holds `input_ids` [L] and, optionally, `labels` [L]: unshifted, -100 where a token is not
-    a target; without them every token is supervised.
+    a target; without them every token is supervised. A method `name(i)` is used in messages if there is one.
     """
 
     @property
@@ -68,13 +68,20 @@ class MicroBatch:
             `flexcp` (a `TaskContext`).
         labels: [T], shifted before the sample was cut; -100 where there is no target.
         supervised_tokens: targets among them.
+        sample_ids: indices in the data set of the samples of the task.
     """
 
     task: Task
     inputs: dict[str, Any]
     labels: Tensor
     supervised_tokens: int
-    sample_ids: tuple[int, ...] = field(default=())
+    sample_ids: tuple[int, ...]
+
+
+def sample_name(dataset: Dataset, index: int) -> str:
+    """What to call a sample in a message: the data set's own `name(index)`, if it has one."""
+    name = getattr(dataset, "name", None)
+    return str(name(index)) if callable(name) else f"sample {index}"
 
 
 def rank_samples(plan: Plan, rank: int) -> set[int]:
@@ -99,7 +106,8 @@ def load_examples(dataset: Dataset, plan: Plan, rank: int) -> dict[int, Example]
         example = dataset[sample.id]
         if len(example["input_ids"]) != sample.tokens:
             raise DataError(
-                f"sample {sample.id} has {len(example['input_ids'])} tokens, its length was {sample.tokens}",
+                f"{sample_name(dataset, sample.id)} has {len(example['input_ids'])} tokens, its length was "
+                f"{sample.tokens}",
                 "The data changed after its lengths were taken; rebuild the length index.",
             )
         examples[position] = example

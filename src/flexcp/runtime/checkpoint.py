@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from flexcp.core.errors import CheckpointError
-from flexcp.runtime.transport import peers_in_reach
+from flexcp.runtime.collectives import raise_together
 
 _STATE = "flexcp.json"
 _SCHEMA = "flexcp.checkpoint/1"
@@ -42,34 +43,52 @@ def save_checkpoint(
     target = folder / f"step-{step:08d}"
     aside = target.with_suffix(".tmp")
     first = dist.get_rank() == 0
-    if first:
-        shutil.rmtree(aside, ignore_errors=True)
-    trouble = ""
-    try:
-        dist.barrier()
-        aside.mkdir(parents=True, exist_ok=True)
+
+    def prepare() -> None:
+        if first:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+
+    def write() -> None:
         weights, optimizer_state = get_state_dict(model, optimizer)
         save({"model": weights, "optimizer": optimizer_state}, checkpoint_id=aside)
         if first:
             (aside / _STATE).write_text(json.dumps({"schema": _SCHEMA, "step": step, **state}))
             shutil.rmtree(target, ignore_errors=True)
             aside.rename(target)
-    except (Exception, CheckpointException) as error:
-        trouble = _cause(error)
-    _agree(trouble, step, aside)
+
+    for part in (prepare, write):
+        _together(part, step, aside)
     if first:
         for old in checkpoints(folder)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     return target
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Read a checkpoint into model and optimizer; returns the `state` it was saved with. All ranks call it.
+def _together(part: Callable[[], None], step: int, aside: Path) -> None:
+    """Run a part on all ranks; if it fails on one, it fails on all, and nothing is left behind."""
+    trouble: BaseException | None = None
+    try:
+        part()
+    except (Exception, CheckpointException) as error:
+        trouble = CheckpointError(
+            f"the checkpoint of step {step} could not be written: {_cause(error)}",
+            "Older checkpoints are untouched. Make room, then resume from the newest one.",
+        )
+    try:
+        raise_together(trouble, "a checkpoint")
+    except CheckpointError:
+        if dist.get_rank() == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read weights and optimizer states; all ranks call it. The rest of it is `read_state`.
 
     Raises:
         CheckpointError: not a checkpoint, another version, or weights of another shape.
     """
-    state = read_state(path)
     weights, optimizer_state = get_state_dict(model, optimizer)
     loaded: dict[str, Any] = {"model": weights, "optimizer": optimizer_state}
     try:
@@ -80,7 +99,6 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
             "Resume with the config it was made with.",
         ) from error
     set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    return state
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -88,30 +106,20 @@ def read_state(path: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads((path / _STATE).read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a FlexCP checkpoint ({error})") from error
+        raise CheckpointError(
+            f"{path} is not a FlexCP checkpoint ({error})", "Resume from another one."
+        ) from error
     if state.get("schema") != _SCHEMA:
-        raise CheckpointError(f"{path} has schema {state.get('schema')!r}; this version reads {_SCHEMA!r}")
+        raise CheckpointError(
+            f"{path} has schema {state.get('schema')!r}; this version reads {_SCHEMA!r}",
+            "Resume with the version of FlexCP that wrote it.",
+        )
     return state
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Whole checkpoints in `folder`, oldest first."""
     return sorted(path.parent for path in folder.glob(f"step-????????/{_STATE}"))
-
-
-def _agree(trouble: str, step: int, aside: Path) -> None:
-    """One rank's failed write fails the checkpoint on all ranks, and leaves nothing behind."""
-    troubles: list[Any] = [None] * dist.get_world_size()
-    with peers_in_reach("a checkpoint"):
-        dist.all_gather_object(troubles, trouble)
-    found = [text for text in troubles if text]
-    if found:
-        if dist.get_rank() == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-        raise CheckpointError(
-            f"the checkpoint of step {step} could not be written: {found[0]}",
-            "Older checkpoints are untouched. Make room, then resume from the newest one.",
-        )
 
 
 def _cause(error: BaseException) -> str:

@@ -2,48 +2,53 @@
 
 Written so that the training loop stays the user's own::
 
-    engine = Engine(model, optimizer, planner, dataset, global_batch=512, steps=1000)
-    for step in engine:
-        for micro in step:
-            step.backward(model(**micro.inputs), micro)
-        report = step.finish()
+    with Engine(model, optimizer, planner, dataset, global_batch=512, steps=1000) as engine:
+        for step in engine:
+            for micro in step:
+                step.backward(model(**micro.inputs), micro)
+            report = step.finish()
 """
 
 from __future__ import annotations
 
-import math
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.metadata import version
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from flexcp.core.errors import ConfigError, DataError, RunError, SampleTooLongError, UnsupportedError
+from flexcp.core.errors import ConfigError, DataError, DisagreementError, RunError, SampleTooLongError
 from flexcp.core.plan import Plan
 from flexcp.core.sample import Sample
 from flexcp.core.trace import Span, TraceWriter
 from flexcp.planner import Planner
-from flexcp.runtime.batches import Dataset, MicroBatch, load_examples, make_micro_batch
-from flexcp.runtime.loss import token_loss_sum
-from flexcp.runtime.metrics import StepReport
-from flexcp.runtime.order import global_batch as batch_indices
-from flexcp.runtime.planning import PlanFeed, PlannedStep, all_gather_rows, meet
-from flexcp.runtime.sharding import clip_gradients, sharding_of
-from flexcp.runtime.transport import Transport, peers_in_reach
+from flexcp.runtime.batches import Dataset, MicroBatch, load_examples, make_micro_batch, sample_name
+from flexcp.runtime.collectives import all_gather_rows, first_difference, peers_in_reach
+from flexcp.runtime.order import batch_indices
+from flexcp.runtime.planning import PlanFeed, PlannedStep, meet
+from flexcp.runtime.sharding import sharding_of
+from flexcp.runtime.step import Step, loss_sum_of
+from flexcp.runtime.transport import Transport
+
+Loading = Future[list[MicroBatch]]
 
 
 class Engine:
     """An iterator over optimizer steps.
 
-    All ranks construct it at the same point with equal arguments, after `init_process_group`.
+    All ranks construct it at the same point with equal arguments, after `init_process_group`. It owns two
+    background threads and one process group; use it as a context manager, or call `close`.
 
     Args:
         model: a plain module, a `DistributedDataParallel` (broadcast_buffers=False), or an FSDP2 module
-            (see `runtime.sharding.shard`).
+            (see `flexcp.shard`).
         optimizer: over `model.parameters()`.
         planner: makes the plan of one global batch.
         dataset: map-style, with lengths (see `runtime.batches.Dataset`).
@@ -54,9 +59,13 @@ class Engine:
         on_step_end: called after each optimizer step (a learning-rate schedule's `step`).
         trace: where this rank's spans go.
 
+    Attributes:
+        next_step: index of the step that comes next; what a checkpoint must remember.
+
     Raises:
         SampleTooLongError: a sample of the data set does not fit on the planner's cluster.
         ConfigError: planner and world disagree on the number of ranks, or the wrapping cannot serve.
+        DisagreementError: ranks differ in versions, planner, data or these arguments.
     """
 
     def __init__(
@@ -82,37 +91,66 @@ class Engine:
         self.steps = steps
         self.seed = seed
         self.clip_norm = clip_norm
-        self.step = 0
+        self.next_step = 0
         self.rank = dist.get_rank()
         self.device = next(model.parameters()).device
         self.sharding = sharding_of(model)
-        self.transport = Transport()
-        self.started_s = time.perf_counter()
+        _check_agreement(self)
+        self._transport = Transport()
+        self._origin_s = time.perf_counter()
         self._on_step_end = on_step_end
         self._trace = trace
-        self._feed = PlanFeed(planner, self.device)
+        self._feed = PlanFeed(planner)
         self._loader = ThreadPoolExecutor(1, "flexcp-data")
+        self._open_step: Step | None = None
+        self._closed = False
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def __iter__(self) -> Iterator[Step]:
-        """Steps from `self.step` on; planning and reading run one step ahead."""
+        """Steps from `next_step` on; planning and reading run one step ahead.
+
+        Raises:
+            RunError: the engine is closed, or the step before was left without `finish`.
+        """
+        self._check_between_steps("another iteration")
         self._feed.drop()
-        self._prepare(self.step)
-        self._prepare(self.step + 1)
-        coming = self._receive(self.step)
+        begun_s = time.perf_counter()
+        self._prepare(self.next_step)
+        self._prepare(self.next_step + 1)
+        coming = self._receive(self.next_step)
         while coming is not None:
-            torch.manual_seed(hash_seed(self.seed, self.step, self.rank))
-            begun_s = time.perf_counter()
-            planned, loading = coming
-            micro_batches = loading.result()
-            loaded_s = time.perf_counter() - begun_s
-            coming = self._receive(self.step + 1)
-            self._prepare(self.step + 2)
-            exposed_s = loaded_s + (coming[0].waited_s if coming else 0.0)
-            step = Step(self, planned, micro_batches, begun_s, exposed_s)
+            step, coming = self._begin(*coming, begun_s)
             yield step
-            if not step.finished:
-                raise RunError(f"step {step.index} was left without step.finish()")
-            self.step += 1
+            self._check_between_steps("the next step")
+            begun_s = time.perf_counter()
+
+    def _begin(
+        self, planned: PlannedStep, loading: Loading, begun_s: float
+    ) -> tuple[Step, tuple[PlannedStep, Loading] | None]:
+        """Open a step, and get the one after it on its way."""
+        torch.manual_seed(step_seed(self.seed, self.next_step, self.rank))
+        micro_batches, trouble = _outcome(loading)
+        coming = self._receive(self.next_step + 1)
+        self._prepare(self.next_step + 2)
+        waited_s = time.perf_counter() - begun_s
+        supervised = meet(planned.plan, sum(m.supervised_tokens for m in micro_batches), trouble)
+        if supervised == 0:
+            raise DataError(
+                f"none of the {len(planned.plan.samples)} samples of step {self.next_step} has a "
+                "supervised token",
+                "Check the labels, or use a larger global batch.",
+            )
+        with peers_in_reach("gathering weights"):
+            self.sharding.begin()
+        self._open_step = Step(self, planned, micro_batches, supervised, begun_s, waited_s)
+        return self._open_step, coming
 
     @torch.no_grad()
     def evaluate(self, dataset: Dataset, forward: Callable[[MicroBatch], Any] | None = None) -> float:
@@ -121,32 +159,44 @@ class Engine:
         Args:
             dataset: any size, also smaller than the number of ranks.
             forward: from a micro-batch to logits or an output with `.logits`; the model itself by default.
+
+        Raises:
+            RunError: called inside a step, or after `close`.
+            DataError: a sample cannot be read, or none has a supervised token.
         """
-        if forward is None:
-            forward = self._forward
-        feed = PlanFeed(self.planner, self.device)
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self._check_between_steps("an evaluation")
+        _check(self.planner, dataset, self.global_batch)
+        forward = forward or self._forward
+        feed = PlanFeed(self.planner)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        supervised = 0
         was_training = self.model.training
         self.model.eval()
         with peers_in_reach("gathering weights"):
             self.sharding.begin()
-        for start in range(0, len(dataset), self.global_batch):
-            indices = np.arange(start, min(start + self.global_batch, len(dataset)))
-            feed.prepare(_samples(dataset, indices))
-            for micro in self._load(feed.receive().plan, dataset):
-                total[0] += _loss_sum(forward(micro), micro).double()
-                total[1] += micro.supervised_tokens
-        self.sharding.release()
-        self.model.train(was_training)
-        feed.close()
-        loss_sum, supervised = all_gather_rows(total, "evaluation").sum(0).tolist()
+        try:
+            batches = range(0, len(dataset), self.global_batch)
+            for start in batches:
+                feed.prepare(_samples(dataset, range(start, min(start + self.global_batch, len(dataset)))))
+            for _ in batches:
+                plan = feed.receive().plan
+                micro_batches, trouble = _outcome(self._loader.submit(self._load, plan, dataset))
+                supervised += meet(plan, sum(m.supervised_tokens for m in micro_batches), trouble)
+                for micro in micro_batches:
+                    total += loss_sum_of(forward(micro), micro)
+        finally:
+            self.sharding.release()
+            self.model.train(was_training)
+            feed.close()
         if supervised == 0:
-            raise DataError("no sample of the evaluation data has a supervised token")
-        return float(loss_sum / supervised)
+            raise DataError(
+                "no sample of the evaluation data has a supervised token", "Check the labels of these data."
+            )
+        return float(all_gather_rows(total[None], "evaluation").sum()) / supervised
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beside weights and optimizer."""
-        return {"step": self.step, "seed": self.seed, "global_batch": self.global_batch}
+        """What a resumed run needs beside weights and optimizer; JSON."""
+        return {"step": self.next_step, "seed": self.seed, "global_batch": self.global_batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken.
@@ -160,25 +210,43 @@ class Engine:
                     f"the checkpoint was made with {key} = {state[key]}, this run has {getattr(self, key)}",
                     "Resume with the same value, or start a new run.",
                 )
-        self.step = state["step"]
+        self.next_step = state["step"]
 
     def close(self) -> None:
-        """End the background threads."""
+        """End the background threads; may be called twice."""
+        self._closed = True
         self._feed.close()
         self._loader.shutdown(cancel_futures=True)
 
     def record(self, name: str, start_s: float, end_s: float, step: int, **detail: Any) -> None:
-        """Write a span to the trace; times are `time.perf_counter` readings."""
+        """Write a span of one's own to the trace; times are `time.perf_counter` readings."""
         if self._trace is not None:
-            origin = self.started_s
-            self._trace.write(Span(self.rank, name, start_s - origin, end_s - origin, step, detail or None))
+            span = Span(
+                self.rank, name, start_s - self._origin_s, end_s - self._origin_s, step, detail or None
+            )
+            self._trace.write(span)
 
-    def end_step(self) -> None:
-        """Called by `Step.finish` after the optimizer."""
+    def sample_names(self, plan: Plan) -> list[str]:
+        """What the data set calls the samples of a plan."""
+        return [sample_name(self.dataset, sample.id) for sample in plan.samples]
+
+    def _step_finished(self) -> None:
+        """Told by `Step.finish` when the optimizer has stepped."""
+        self.next_step += 1
+        self._open_step = None
         if self._on_step_end is not None:
             self._on_step_end()
         if self._trace is not None:
             self._trace.flush()
+
+    def _check_between_steps(self, what: str) -> None:
+        if self._closed:
+            raise RunError(f"the engine was closed before {what}", "Make a new Engine.")
+        if self._open_step is not None:
+            raise RunError(
+                f"step {self.next_step} was left without step.finish() before {what}",
+                "Call step.finish() at the end of every step, on every rank.",
+            )
 
     def _forward(self, micro: MicroBatch) -> Any:
         return self.model(**micro.inputs)
@@ -189,9 +257,9 @@ class Engine:
     def _prepare(self, step: int) -> None:
         if self._has(step):
             indices = batch_indices(len(self.dataset), self.global_batch, self.seed, step)
-            self._feed.prepare(_samples(self.dataset, indices))
+            self._feed.prepare(_samples(self.dataset, indices.tolist()))
 
-    def _receive(self, step: int) -> tuple[PlannedStep, Future[list[MicroBatch]]] | None:
+    def _receive(self, step: int) -> tuple[PlannedStep, Loading] | None:
         """The plan of a step, and its data on the way; None behind the last step."""
         if not self._has(step):
             return None
@@ -201,160 +269,26 @@ class Engine:
     def _load(self, plan: Plan, dataset: Dataset) -> list[MicroBatch]:
         examples = load_examples(dataset, plan, self.rank)
         return [
-            make_micro_batch(plan, plan.tasks[index], examples, self.transport, self.device)
+            make_micro_batch(plan, plan.tasks[index], examples, self._transport, self.device)
             for index in plan.tasks_of(self.rank)
         ]
 
 
-class Step:
-    """One global batch on this rank: iterate, call `backward` for each micro-batch, then `finish`.
-
-    Attributes:
-        index: index of the step.
-        plan: the plan, the same on all ranks.
-        supervised_tokens: of the whole global batch; the divisor of the loss.
-        loss_sum: sum of the token losses that this rank has run so far.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        planned: PlannedStep,
-        micro_batches: list[MicroBatch],
-        begun_s: float,
-        exposed_s: float,
-    ) -> None:
-        self.index = engine.step
-        self.plan = planned.plan
-        self.finished = False
-        self._engine = engine
-        self._planned = planned
-        self._micro_batches = micro_batches
-        self._begun_s = begun_s
-        self._exposed_s = exposed_s
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
-        self._busy_s = 0.0
-        self._task_begun_s = 0.0
-        mine = sum(micro.supervised_tokens for micro in micro_batches)
-        self.supervised_tokens = meet(self.plan, mine, engine.device).supervised_tokens
-        if self.supervised_tokens == 0:
-            raise DataError(
-                f"none of the {len(self.plan.samples)} samples of step {self.index} has a supervised token",
-                "Check the labels, or use a larger global batch.",
-            )
-        with peers_in_reach("gathering weights"):
-            engine.sharding.begin()
-        self._work_begun_s = time.perf_counter()
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        """This rank's micro-batches in plan order; there may be none."""
-        for micro in self._micro_batches:
-            self._task_begun_s = time.perf_counter()
-            yield micro
-
-    def backward(self, output: Any, micro: MicroBatch) -> None:
-        """Add the gradient of one micro-batch.
-
-        Args:
-            output: logits [1, T, V], a model output with `.logits`, or a scalar: the *sum* (not the mean)
-                of the token losses of `micro`.
-            micro: what the output was computed from.
-        """
-        loss_sum = _loss_sum(output, micro)
-        (loss_sum / self.supervised_tokens).backward()  # type: ignore[no-untyped-call]
-        self.loss_sum += loss_sum.detach()
-        now_s = time.perf_counter()
-        self._busy_s += now_s - self._task_begun_s
-        self._engine.record(
-            "task",
-            self._task_begun_s,
-            now_s,
-            self.index,
-            degree=micro.task.degree,
-            samples=micro.sample_ids,
-            predicted_s=micro.task.duration_s,
-        )
-
-    def reduce_gradients(self) -> float:
-        """Sum gradients over all ranks and clip; returns the norm before clipping (NaN when not clipping)."""
-        engine = self._engine
-        with peers_in_reach("the gradient reduction"):
-            engine.sharding.reduce()
-            if engine.clip_norm is None:
-                return math.nan
-            return clip_gradients(engine.model.parameters(), engine.clip_norm)
-
-    def finish(self) -> StepReport:
-        """Reduce, clip, step the optimizer, and say what happened.
-
-        Raises:
-            RunError: the loss is not finite; weights are untouched.
-        """
-        engine = self._engine
-        worked_s = time.perf_counter()
-        grad_norm = self.reduce_gradients()
-        reduced_s = time.perf_counter()
-        measured_s = worked_s - self._work_begun_s
-        mine = [float(self.loss_sum), self._busy_s, measured_s, self._exposed_s]
-        row = torch.tensor(mine, dtype=torch.float64, device=engine.device)
-        rows = all_gather_rows(row, "the end of a step")
-        loss = float(rows[:, 0].sum()) / self.supervised_tokens
-        if not math.isfinite(loss):
-            raise RunError(
-                f"the loss of step {self.index} is {loss}; samples {[s.id for s in self.plan.samples]}",
-                "The weights were not changed. Look at these samples, or lower the learning rate.",
-            )
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-        end_s = time.perf_counter()
-        engine.record("reduce", worked_s, reduced_s, self.index)
-        engine.record("optimizer", reduced_s, end_s, self.index)
-        engine.end_step()
-        self.finished = True
-        return self._report(loss, grad_norm, rows, end_s - self._begun_s)
-
-    def _report(self, loss: float, grad_norm: float, rows: Tensor, step_s: float) -> StepReport:
-        measured_s = float(rows[:, 2].max())
-        return StepReport(
-            step=self.index,
-            loss=loss,
-            grad_norm=grad_norm,
-            tokens=sum(sample.tokens for sample in self.plan.samples),
-            supervised_tokens=self.supervised_tokens,
-            degrees=self.plan.degrees,
-            predicted_s=self.plan.step_s,
-            bound_s=self.plan.bound_s,
-            measured_s=measured_s,
-            step_s=step_s,
-            plan_s=self._planned.plan_s,
-            exposed_s=float(rows[:, 3].max()),
-            idle_share=max(0.0, 1.0 - float(rows[:, 1].mean()) / measured_s) if measured_s > 0 else 0.0,
-        )
-
-
-def hash_seed(seed: int, step: int, rank: int) -> int:
+def step_seed(seed: int, step: int, rank: int) -> int:
     """Seed of the random numbers of one rank in one step: resuming needs no stored generator state."""
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> 1)
 
 
-def _check_attention_ran(micro: MicroBatch) -> None:
-    """A model that drops the keyword attends inside its local rows only: wrong, and nothing would show it."""
-    if micro.inputs["flexcp"].calls == 0:
-        raise UnsupportedError(
-            "the model ran without FlexCP attention",
-            "Wrap the loop in `with flexcp.integrations.transformers.enable(model)`, or call "
-            "flexcp.attention.ring_attention with the keyword `flexcp` in your own attention layer.",
-        )
+def _outcome(loading: Loading) -> tuple[list[MicroBatch], Exception | None]:
+    """What was read, or why not: the other ranks must hear of it before anyone raises."""
+    try:
+        return loading.result(), None
+    except Exception as error:
+        return [], error
 
 
-def _loss_sum(output: Any, micro: MicroBatch) -> Tensor:
-    _check_attention_ran(micro)
-    value: Tensor = output if isinstance(output, Tensor) else output.logits
-    return value if value.dim() == 0 else token_loss_sum(value, micro.labels)
-
-
-def _samples(dataset: Dataset, indices: Sequence[int] | np.ndarray[Any, Any]) -> tuple[Sample, ...]:
-    return tuple(Sample(int(index), int(dataset.lengths[int(index)])) for index in indices)
+def _samples(dataset: Dataset, indices: Sequence[int]) -> tuple[Sample, ...]:
+    return tuple(Sample(index, int(dataset.lengths[index])) for index in indices)
 
 
 def _check(planner: Planner, dataset: Dataset, global_batch: int) -> None:
@@ -371,4 +305,28 @@ def _check(planner: Planner, dataset: Dataset, global_batch: int) -> None:
     longest = int(np.argmax(dataset.lengths))
     tokens = int(dataset.lengths[longest])
     if tokens > cluster.capacity_tokens:
-        raise SampleTooLongError(longest, tokens, cluster.tokens_per_rank, cluster.ranks)
+        raise SampleTooLongError(
+            sample_name(dataset, longest), tokens, cluster.tokens_per_rank, cluster.ranks
+        )
+
+
+def _check_agreement(engine: Engine) -> None:
+    """Every rank must run the same code on the same data in the same way, or no plan fits all."""
+    lengths = np.ascontiguousarray(engine.dataset.lengths, dtype="<i8")
+    values = {
+        "version of torch": str(torch.__version__),
+        "version of numpy": version("numpy"),
+        "planner": repr(engine.planner),
+        "lengths of the data set": hashlib.sha256(lengths.tobytes()).hexdigest(),
+        "global_batch": str(engine.global_batch),
+        "number of steps": str(engine.steps),
+        "seed": str(engine.seed),
+        "clip_norm": str(engine.clip_norm),
+        "parameter shapes": str([tuple(parameter.shape) for parameter in engine.model.parameters()]),
+    }
+    if difference := first_difference(values):
+        name, ranks = difference
+        raise DisagreementError(
+            f"ranks {ranks} have another {name} than rank 0 (rank {engine.rank}: {values[name][:80]})",
+            "Construct the Engine with equal arguments on all ranks.",
+        )

@@ -7,7 +7,6 @@ when the first one fails.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import pickle
@@ -18,21 +17,18 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent import futures
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from flexcp.core.errors import ConfigError, FlexCPError, InputError, RankFailedError
-from flexcp.runtime.planning import broadcast_text
+from flexcp.core.errors import ConfigError, FlexCPError, RankFailedError
 
 DEFAULT_TIMEOUT_S = 600.0
 _SETTLE_S = 1.5  # after a first failure: time for the others to say why they failed too
@@ -45,11 +41,13 @@ class World:
 
     Attributes:
         rank, size: global rank and number of ranks.
+        local_size: ranks on this machine.
         device: where this rank computes.
     """
 
     rank: int
     size: int
+    local_size: int
     device: torch.device
 
 
@@ -67,9 +65,12 @@ def joined_world(
     With `rendezvous` the ranks of one machine meet in that file; without it the environment that torchrun
     makes is used. Collectives that wait longer than `timeout_s` seconds end with an error.
     """
+    local_rank, local_size = rank, size
     if rendezvous is None:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = _device(rank if rendezvous is not None else int(os.environ.get("LOCAL_RANK", "0")))
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    device = _device(local_rank)
     backend = "gloo" if device.type == "cpu" else None  # None: torch picks by device (NCCL, HCCL, …)
     dist.init_process_group(
         backend,
@@ -80,7 +81,7 @@ def joined_world(
         device_id=device if device.type != "cpu" else None,
     )
     try:
-        yield World(rank, size, device)
+        yield World(rank, size, local_size, device)
     finally:
         dist.destroy_process_group()
 
@@ -128,9 +129,18 @@ def launch(
     if under_torchrun():
         with joined_world(timeout_s=timeout_s) as world:
             return [target(world, *args)]
+    try:
+        pickle.dumps((target, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{target!r} cannot be sent to another process ({error})",
+            "Use a function at the top level of a module, and arguments that can be pickled.",
+        ) from error
     with tempfile.TemporaryDirectory(prefix="flexcp-") as folder:
-        ranks = [_Rank(r, nproc, Path(folder), target, args, timeout_s, log_dir) for r in range(nproc)]
+        ranks: list[_Rank] = []
         try:
+            for index in range(nproc):
+                ranks.append(_Rank(index, nproc, Path(folder), target, args, timeout_s, log_dir))
             _watch(ranks, deadline_s)
         finally:
             _end(ranks)
@@ -139,7 +149,10 @@ def launch(
             raise min(failed, key=lambda rank: rank.blame).error(log_dir)
         if any(rank.result is None for rank in ranks):
             late = [rank.index for rank in ranks if rank.result is None]
-            raise RankFailedError(f"rank {late} had not finished after {deadline_s} s and was ended")
+            raise RankFailedError(
+                f"ranks {late} had not finished after {deadline_s} s and were ended",
+                "Give them more time, or look at what they wait for.",
+            )
         return [rank.result.value for rank in ranks if rank.result is not None]
 
 
@@ -259,8 +272,9 @@ def _child(
 ) -> None:
     if log_dir is not None:
         _redirect_output(log_dir / f"rank-{index}.log")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # host-name lookup is flaky on laptops and in CI
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+    if sys.platform == "linux":  # looking the host name up is flaky on laptops and in CI
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(max(1, num_cores() // size))
     try:
         with joined_world(
             rendezvous=folder / "rendezvous", rank=index, size=size, timeout_s=timeout_s
@@ -295,58 +309,6 @@ def _redirect_output(path: Path) -> None:
     os.dup2(file.fileno(), sys.stderr.fileno())
 
 
-def cores_per_rank(local_ranks: int) -> float:
-    """Share of this machine's cores that one of `local_ranks` CPU ranks can use; may be below 1.
-
-    >>> cores_per_rank(1) >= 1
-    True
-    """
-    return (os.cpu_count() or 1) / local_ranks
-
-
-_Answer = TypeVar("_Answer")
-_KEEP_ALIVE_S = 5.0
-
-
-def on_first_rank(work: Callable[[], _Answer]) -> _Answer | None:
-    """Run `work` on rank 0 while the others wait, however long it takes; rank 0 gets its result.
-
-    A plain barrier would run into the timeout of collectives on a long job.
-
-    Raises:
-        FlexCPError: what `work` raised, on all ranks alike.
-    """
-    if dist.get_rank() != 0:
-        while (state := _broadcast_state(None)) == {}:
-            pass
-        if state is not None and "cause" in state:
-            raise InputError(state["cause"], state["remedy"])
-        return None
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(work)
-        while not future.done():
-            futures.wait([future], timeout=_KEEP_ALIVE_S)
-            if not future.done():
-                _broadcast_state({})
-        error = future.exception()
-        told = {"done": "yes"} if error is None else {"cause": str(error), "remedy": ""}
-        if isinstance(error, FlexCPError):
-            told = {"cause": error.cause, "remedy": error.remedy}
-        _broadcast_state(told)
-        return future.result()
-
-
-def _broadcast_state(state: dict[str, str] | None) -> dict[str, str]:
-    """What rank 0 says; {} means that it is still at work."""
-    text = broadcast_text(json.dumps(state), _collective_device(), "work of the first rank")
-    told: dict[str, str] = json.loads(text)
-    return told
-
-
-def _collective_device() -> torch.device:
-    backend = dist.get_backend()
-    return (
-        torch.device("cpu")
-        if backend == "gloo"
-        else torch.device(torch.accelerator.current_accelerator() or "cpu")
-    )
+def num_cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -41,7 +41,8 @@ def token_loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
     logits, so nothing of size [T, V] is ever held in fp32. Without a target the sum is an exact zero that
     still has a gradient path: the rank's backward runs and its ring neighbours are served.
     """
-    total: Tensor = _TokenLossSum.apply(logits.reshape(-1, logits.shape[-1]), targets)
+    rows = logits.reshape(-1, logits.shape[-1])
+    total: Tensor = _TokenLossSum.apply(rows, targets)  # type: ignore[no-untyped-call]
     return total
 
 

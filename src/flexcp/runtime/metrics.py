@@ -7,19 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The same on every rank.
+    """The same on every rank. On accelerators, times of tasks are those at which the host got its turn.
 
     Attributes:
         step: index of the step, from 0.
         loss: mean over the supervised tokens of the global batch.
-        grad_norm: global 2-norm before clipping; NaN when gradients were not clipped.
+        grad_norm: global 2-norm before clipping.
         tokens, supervised_tokens: of the global batch.
         degrees: number of tasks per degree.
         predicted_s, bound_s: makespan of the plan and its bound.
         measured_s: time of the slowest rank from its first task to the end of its last.
-        step_s: wall time of the whole step, everything included.
+        step_s: wall time of the step, from its opening to the end of the optimizer.
         plan_s: time spent planning it, hidden or not.
-        exposed_s: time this step waited for its plan and its data (slowest rank).
+        exposed_s: time at its opening in which the slowest rank waited: for its own data, and for the plan
+            of the step after it (the first step: also for its own plan).
         idle_share: share of rank-time between the first task and the end of the last on the slowest rank
             in which a rank had nothing to run.
     """

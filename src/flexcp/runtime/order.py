@@ -37,7 +37,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Indices:
     return order
 
 
-def global_batch(num_samples: int, global_batch: int, seed: int, step: int) -> Indices:
+def batch_indices(num_samples: int, global_batch: int, seed: int, step: int) -> Indices:
     """Samples of one step: the step-th slice of all epochs laid end to end.
 
     Each epoch visits every sample exactly once; a batch may span epochs, and may exceed the data set.
@@ -48,7 +48,7 @@ def global_batch(num_samples: int, global_batch: int, seed: int, step: int) -> I
     Raises:
         ConfigError: a count below 1, or a negative seed or step.
 
-    >>> [len(global_batch(7, 3, seed=0, step=step)) for step in range(3)]
+    >>> [len(batch_indices(7, 3, seed=0, step=step)) for step in range(3)]
     [3, 3, 3]
     """
     _at_least("num_samples", num_samples, 1)

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from flexcp.core.errors import DisagreementError, FlexCPError, RunError
+from flexcp.core.errors import DisagreementError, error_from_json, error_to_json
 from flexcp.core.plan import Plan
 from flexcp.core.sample import Sample
-from flexcp.runtime.transport import peers_in_reach
+from flexcp.runtime.collectives import all_gather_rows, broadcast_text, collective_device, raise_together
 
 PlanFunction = Callable[[Sequence[Sample]], Plan]
 
@@ -44,12 +44,11 @@ class PlanFeed:
     plan to all ranks. Both are called by all ranks in the same order.
     """
 
-    def __init__(self, planner: PlanFunction, device: torch.device) -> None:
+    def __init__(self, planner: PlanFunction) -> None:
         self._planner = planner
-        self._device = device
-        self._rank = dist.get_rank()
-        self._pool = ThreadPoolExecutor(1, "flexcp-plan") if self._rank == 0 else None
-        self._pending: list[Future[str]] = []
+        self._first = dist.get_rank() == 0
+        self._pool = ThreadPoolExecutor(1, "flexcp-plan") if self._first else None
+        self._pending: deque[Future[str]] = deque()
 
     def prepare(self, samples: Sequence[Sample]) -> None:
         """Start planning one global batch."""
@@ -63,72 +62,55 @@ class PlanFeed:
             FlexCPError: planning failed; all ranks raise the same.
         """
         start_s = time.perf_counter()
-        text = self._pending.pop(0).result() if self._rank == 0 else ""
-        message = json.loads(broadcast_text(text, self._device, "handing out the plan"))
-        if "cause" in message:
-            raise RunError(f"planning failed: {message['cause']}", message["remedy"])
+        text = self._pending.popleft().result() if self._first else ""
+        message = json.loads(broadcast_text(text, 0, "handing out the plan"))
+        if "error" in message:
+            raise error_from_json(message["error"])
         plan = Plan.from_json(message["plan"])
         return PlannedStep(plan, message["plan_s"], time.perf_counter() - start_s)
 
     def drop(self) -> None:
         """Forget what was prepared and not received."""
+        for future in self._pending:
+            future.cancel()
         self._pending.clear()
 
     def close(self) -> None:
         """End the planning thread."""
+        self.drop()
         if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+            self._pool.shutdown()
 
 
 def _plan_to_message(planner: PlanFunction, samples: Sequence[Sample]) -> str:
     start_s = time.perf_counter()
     try:
         plan = planner(samples)
-    except FlexCPError as error:
-        return json.dumps({"cause": error.cause, "remedy": error.remedy})
+    except Exception as error:  # the other ranks wait for this message, whatever went wrong
+        return json.dumps({"error": error_to_json(error)})
     return json.dumps({"plan": plan.to_json(), "plan_s": time.perf_counter() - start_s})
 
 
-def broadcast_text(text: str, device: torch.device, what: str) -> str:
-    """Text of rank 0 on every rank, of any length; bytes travel, nothing is unpickled."""
-    data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(device)
-    size = torch.tensor([data.numel()], device=device)
-    with peers_in_reach(what):
-        dist.broadcast(size, 0)
-        received = data if dist.get_rank() == 0 else data.new_empty(int(size.item()))
-        dist.broadcast(received, 0)
-    return bytes(received.cpu().numpy()).decode()
+def meet(plan: Plan, supervised_tokens: int, trouble: Exception | None) -> int:
+    """The exchange that opens a step; returns the supervised tokens of the whole global batch.
 
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """The one exchange that opens a step."""
-
-    supervised_tokens: int
-    """Of the whole global batch: the divisor of the loss."""
-
-
-def meet(plan: Plan, supervised_tokens: int, device: torch.device) -> Meeting:
-    """Add up supervised tokens and compare plan digests over all ranks.
+    Args:
+        plan: what this rank is about to run.
+        supervised_tokens: of this rank's rows.
+        trouble: why this rank cannot run it (its data could not be read).
 
     Raises:
-        DisagreementError: some rank holds another plan; the ranks are named.
+        FlexCPError: the trouble of some rank, on all ranks alike, before any gradient.
+        DisagreementError: ranks hold different plans; they are named.
     """
+    raise_together(trouble, "the opening of a step")
     digest = int(plan.digest[:15], 16)
-    mine = torch.tensor([supervised_tokens, digest], dtype=torch.int64, device=device)
+    mine = torch.tensor([supervised_tokens, digest], dtype=torch.int64, device=collective_device())
     rows = all_gather_rows(mine, "the opening of a step")
     others = [rank for rank, row in enumerate(rows.tolist()) if row[1] != digest]
     if others:
         raise DisagreementError(
             f"rank {dist.get_rank()} and ranks {others} hold different plans",
-            "All ranks must run the same version of FlexCP.",
+            "All ranks must run the same version of FlexCP with the same configuration.",
         )
-    return Meeting(int(rows[:, 0].sum()))
-
-
-def all_gather_rows(mine: Tensor, what: str) -> Tensor:
-    """[N, len(mine)]: one row of every rank, on every rank."""
-    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    with peers_in_reach(what):
-        dist.all_gather(rows, mine)
-    return torch.stack(rows)
+    return int(rows[:, 0].sum())

@@ -83,7 +83,7 @@ def sharding_of(model: nn.Module) -> Sharding:
         if model.broadcast_buffers and any(True for _ in model.module.buffers()):
             raise ConfigError(
                 "DistributedDataParallel broadcasts buffers in forward; idle ranks would not join",
-                "Set model.broadcast_buffers = False, or use flexcp.runtime.sharding.shard(model, 'ddp').",
+                "Set model.broadcast_buffers = False, or use flexcp.shard(model, 'ddp').",
             )
         return Replicated(model)
     return Replicated(model)
@@ -193,6 +193,9 @@ class GatheredOnce:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-    """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before."""
+    """Scale all gradients so that their global 2-norm is at most `max_norm` (may be infinite).
+
+    Returns the norm before; NaN or infinite if a gradient is.
+    """
     norm = nn.utils.clip_grad_norm_(list(parameters), max_norm)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -7,13 +7,12 @@ communicator per pair.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
-from flexcp.core.errors import FlexCPError, RankFailedError
+from flexcp.core.errors import RankFailedError
 
 
 class Transport:
@@ -83,21 +82,3 @@ def _peer_lost(ranks: tuple[int, ...], error: RuntimeError) -> RankFailedError:
         f"a ring exchange among ranks {list(ranks)} failed: {str(error).splitlines()[0]}",
         "Another rank has ended or stalled; its own output says why.",
     )
-
-
-@contextmanager
-def peers_in_reach(what: str) -> Iterator[None]:
-    """Turns the backend's error about a lost peer into a sentence.
-
-    Raises:
-        RankFailedError: a collective inside the block failed.
-    """
-    try:
-        yield
-    except FlexCPError:
-        raise
-    except RuntimeError as error:
-        raise RankFailedError(
-            f"rank {dist.get_rank()} lost another rank during {what}: {str(error).splitlines()[0]}",
-            "Another rank has ended or stalled; its own output says why.",
-        ) from error

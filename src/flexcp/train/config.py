@@ -55,7 +55,6 @@ class ParallelSection(_Section):
     nproc: int = Field(default=1, ge=1, description="local ranks, when not started by torchrun")
     sharding: Literal["ddp", "fsdp2"] = "fsdp2"
     policy: str = "flexcp"
-    mode: Literal["free-running", "lockstep"] = "free-running"
     hardware: str = "cpu"
     tokens_per_rank: int | None = Field(default=None, ge=1, description="unset: from the hardware's memory")
     ranks_per_node: int = Field(default=8, ge=1)
@@ -124,6 +123,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         raise ConfigError(
             f"{key} = {first['input']!r}: {first['msg']}", f"Mend it in {path} or with --set."
         ) from None
+    shape_keys = sorted(config.model.model_fields_set - {"config"})
+    if config.model.config is not None and shape_keys:
+        raise ConfigError(
+            f"model.config is given, and model.{shape_keys[0]} too",
+            "The config decides the shape; leave it out.",
+        )
     # Names are looked up before any rank is started: a typing error should not cost a minute.
     hardware(config.parallel.hardware)
     if config.parallel.policy not in POLICIES:

@@ -11,14 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcp.core.errors import ConfigError
-from flexcp.runtime.launch import on_first_rank
+from flexcp.runtime.collectives import on_first_rank
 from flexcp.train.config import DataSection
-from flexcp.train.data.dataset import TextDataset, open_dataset, open_documents
+from flexcp.train.data.dataset import TextDataset, open_dataset, open_documents, open_tokenizer
 from flexcp.train.data.documents import Documents, Skipped
 from flexcp.train.data.tokenizers import train_bpe
 
 STDLIB = "@stdlib"
 Progress = Callable[[str, int, int], None]
+Capacity = Callable[[int], int]
 
 
 class Subset:
@@ -34,6 +35,10 @@ class Subset:
 
     def __getitem__(self, index: int) -> dict[str, npt.NDArray[np.int64]]:
         return self._dataset[int(self._indices[index])]
+
+    def name(self, index: int) -> str:
+        """File, and row or line."""
+        return self._dataset.name(int(self._indices[index]))
 
 
 @dataclass(frozen=True)
@@ -59,18 +64,18 @@ class Corpus:
         return max(int(self.train.lengths.max()), held_out)
 
 
-def open_corpus(section: DataSection, max_tokens: int | None, seed: int, progress: Progress) -> Corpus:
+def open_corpus(section: DataSection, capacity: Capacity, seed: int, progress: Progress) -> Corpus:
     """Open the data of a run. All ranks call it.
 
     Args:
         section: what to read.
-        max_tokens: the longest sample that the ranks can hold; used where the section names none.
+        capacity: from the size of the vocabulary to the longest sample that the ranks can hold; asked
+            where the section names no limit.
         seed: decides which samples are held out.
         progress: called on rank 0 with (what, done, in all).
     """
-    limit = section.max_tokens or max_tokens
-    on_first_rank(lambda: _open(section, limit, progress))
-    dataset = _open(section, limit, lambda *_: None)
+    opened = on_first_rank(lambda: _open(section, capacity, progress), "opening the data")
+    dataset = opened or _open(section, capacity, lambda *_: None)
     held_out = section.eval_samples
     if held_out >= len(dataset):
         raise ConfigError(
@@ -87,9 +92,11 @@ def open_corpus(section: DataSection, max_tokens: int | None, seed: int, progres
     )
 
 
-def _open(section: DataSection, limit: int | None, progress: Progress) -> TextDataset:
+def _open(section: DataSection, capacity: Capacity, progress: Progress) -> TextDataset:
     path, pattern, exclude = section.path, section.pattern, section.exclude
     if path == STDLIB:
+        if "pattern" in section.model_fields_set:
+            raise ConfigError(f"data.pattern does not go with {STDLIB}", "Leave it out, or name a folder.")
         path, pattern = sysconfig.get_paths()["stdlib"], "**/*.py"
         exclude = ("site-packages", "test", "tests", "idle_test", *exclude)
         if section.index_dir is None:
@@ -105,7 +112,7 @@ def _open(section: DataSection, limit: int | None, progress: Progress) -> TextDa
         exclude=exclude,
         text_column=section.text_column,
         index_dir=section.index_dir,
-        max_tokens=limit,
+        max_tokens=section.max_tokens or capacity(open_tokenizer(tokenizer).vocab_size),
         too_long=section.too_long,
         progress=lambda done, total: progress("counting tokens", done, total),
     )

@@ -94,7 +94,7 @@ class Outputs:
             highlight=False,
         )
         for skipped in corpus.skipped:
-            self._console.print(f"[yellow]{skipped}[/]", highlight=False)
+            self._console.print(str(skipped), style="yellow", markup=False, highlight=False)
         if self._first_step:
             self._console.print(f"[cyan]resumed at step {self._first_step}[/]", highlight=False)
         self._console.print(_HEADER, style="bold", highlight=False)
@@ -122,7 +122,7 @@ class Outputs:
 
     def saved(self, path: Path) -> None:
         """A checkpoint was written."""
-        self._console.print(f"[dim]saved {path}[/]", highlight=False)
+        self._console.print(f"saved {path}", style="dim", markup=False, highlight=False)
 
     def finish(self, eval_losses: dict[int, float]) -> None:
         """The table at the end, and the timeline file; call after all ranks have closed their traces."""
@@ -138,6 +138,7 @@ class Outputs:
             f"run folder {self._folder}\n"
             f"  tensorboard --logdir {self._folder / 'tensorboard'}\n"
             f"  timeline.json opens in ui.perfetto.dev",
+            markup=False,
             highlight=False,
         )
 
@@ -159,13 +160,15 @@ def _drop_metrics(path: Path, first_step: int) -> None:
     """Keep the records of steps before `first_step`."""
     if not path.exists():
         return
-    records = [(line, json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    # A killed run may have left its last line unfinished.
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
+    records = [(line, json.loads(line)) for line in lines]
     kept = [
         line
         for line, record in records
         if record.get("step", -1) < first_step and record.get("evaluated_after", 0) <= first_step
     ]
-    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    path.write_text("".join(kept), encoding="utf-8")
 
 
 _HEADER = (

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import CheckpointError, ConfigError, DataError
+from flexcp.core.model_shape import ModelShape
 from flexcp.core.trace import TraceWriter
 from flexcp.cost.hardware import hardware
 from flexcp.cost.memory import tokens_per_rank
@@ -30,7 +31,7 @@ from flexcp.planner import Planner
 from flexcp.runtime.batches import MicroBatch
 from flexcp.runtime.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
 from flexcp.runtime.engine import Engine
-from flexcp.runtime.launch import World, cores_per_rank
+from flexcp.runtime.launch import World, num_cores
 from flexcp.runtime.metrics import StepReport
 from flexcp.runtime.sharding import shard
 from flexcp.train.config import OptimizerSection, TrainConfig
@@ -65,32 +66,33 @@ def train(world: World, config: TrainConfig, resume: bool = False, quiet: bool =
     first_step = read_state(checkpoint)["step"] if checkpoint else 0
     shown = world.rank == 0 and not quiet
     with Outputs(run.folder, run.steps, first_step, rank=world.rank, shown=shown) as outputs:
-        limit = config.parallel.tokens_per_rank and config.parallel.tokens_per_rank * world.size
-        corpus = open_corpus(config.data, limit, run.seed, outputs.progress)
+        capacity = partial(_capacity_tokens, config, world)
+        corpus = open_corpus(config.data, capacity, run.seed, outputs.progress)
         planner, model = _build(config, corpus, world)
         optimizer = _optimizer(model, config.optimizer)
         schedule = LambdaLR(optimizer, partial(learning_rate_factor, config.optimizer, run.steps))
         outputs.describe(config, corpus, model, planner)
-        with enable(model), TraceWriter(trace_path(run.folder, first_step, world.rank)) as trace:
-            engine = Engine(
-                model,
-                optimizer,
-                planner,
-                corpus.train,
-                global_batch=run.global_batch,
-                steps=run.steps,
-                seed=run.seed,
-                clip_norm=config.optimizer.clip_norm,
-                on_step_end=schedule.step,
-                trace=trace,
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(enable(model))
+            trace = stack.enter_context(TraceWriter(trace_path(run.folder, first_step, world.rank)))
+            engine = stack.enter_context(
+                Engine(
+                    model,
+                    optimizer,
+                    planner,
+                    corpus.train,
+                    global_batch=run.global_batch,
+                    steps=run.steps,
+                    seed=run.seed,
+                    clip_norm=config.optimizer.clip_norm,
+                    on_step_end=schedule.step,
+                    trace=trace,
+                )
             )
             loop = _Loop(config, corpus, model, optimizer, schedule, engine, outputs)
             if checkpoint:
                 loop.resume(checkpoint)
-            try:
-                loop.run()
-            finally:
-                engine.close()
+            loop.run()
         dist.barrier()  # all traces are closed
         outputs.finish(loop.eval_losses)
         return RunSummary(tuple(loop.reports), loop.eval_losses, run.folder)
@@ -127,14 +129,13 @@ class _Loop:
                 self.reports.append(report)
                 self.outputs.step(report, self.optimizer.param_groups[0]["lr"])
                 done = step.index + 1
-                # The engine counts a step as done when its next one is asked for; a checkpoint says so now.
                 if _due(done, run.eval_every, run.steps):
                     self._evaluate(done)
                 if _due(done, run.checkpoint_every, run.steps):
                     self._save(done)
         except DataError:
             # Raised by all ranks alike before any weight was touched: nothing that was learnt is lost.
-            self._save(self.engine.step)
+            self._save(self.engine.next_step)
             raise
 
     def resume(self, checkpoint: Path) -> None:
@@ -162,7 +163,7 @@ class _Loop:
         self._saved_step = done
         schedule = {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"}
         state = {
-            "engine": {**self.engine.state_dict(), "step": done},
+            "engine": self.engine.state_dict(),
             "schedule": {**schedule, "lr_lambdas": [None]},
             "data": self.corpus.fingerprint,
         }
@@ -184,25 +185,38 @@ def learning_rate_factor(section: OptimizerSection, steps: int, step: int) -> fl
     return section.min_lr_ratio + (1.0 - section.min_lr_ratio) * cosine
 
 
+def _capacity_tokens(config: TrainConfig, world: World, vocab: int) -> int:
+    """The longest sample that all ranks together can hold; memory depends on the vocabulary."""
+    return world.size * _tokens_per_rank(config, world, shape_of(model_config(config.model, vocab, 1)))
+
+
+def _tokens_per_rank(config: TrainConfig, world: World, shape: ModelShape) -> int:
+    parallel = config.parallel
+    sharding: Literal["ddp", "zero1"] = "ddp" if parallel.sharding == "ddp" else "zero1"
+    return parallel.tokens_per_rank or tokens_per_rank(
+        shape,
+        hardware(parallel.hardware),
+        world.size,
+        sharding=sharding,
+        checkpointing=config.run.gradient_checkpointing,
+    )
+
+
 def _build(config: TrainConfig, corpus: Corpus, world: World) -> tuple[Planner, nn.Module]:
     parallel = config.parallel
     hf_config = model_config(config.model, corpus.vocab, corpus.longest)
     shape = shape_of(hf_config)
-    device = hardware(parallel.hardware)
     # Ranks on one CPU share its cores; an accelerator belongs to its rank alone.
-    speed = cores_per_rank(world.size) if world.device.type == "cpu" else 1.0
-    checkpointing = config.run.gradient_checkpointing
-    cost = cost_model(shape, device, checkpointing=checkpointing, speed=speed)
-    sharding: Literal["ddp", "zero1"] = "ddp" if parallel.sharding == "ddp" else "zero1"
-    budget = parallel.tokens_per_rank or tokens_per_rank(
-        shape, device, world.size, sharding=sharding, checkpointing=checkpointing
+    speed = num_cores() / world.local_size if world.device.type == "cpu" else 1.0
+    cost = cost_model(
+        shape, hardware(parallel.hardware), checkpointing=config.run.gradient_checkpointing, speed=speed
     )
-    cluster = Cluster(world.size, budget, parallel.ranks_per_node)
+    cluster = Cluster(world.size, _tokens_per_rank(config, world, shape), parallel.ranks_per_node)
     planner = Planner(
         cluster,
         cost,
         policy=parallel.policy,
-        mode=parallel.mode,
+        mode="free-running",  # what the engine does: nothing waits for a wave
         whole_below_tokens=parallel.whole_below_tokens,
     )
     model = build_model(hf_config, config.run, world.device)

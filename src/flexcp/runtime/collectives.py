@@ -1,0 +1,128 @@
+"""What all ranks say to each other outside of rings: small, and in a sentence when a peer is gone.
+
+Text and numbers only; nothing that arrives is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexcp.core.errors import FlexCPError, RankFailedError, error_from_json, error_to_json
+
+Answer = TypeVar("Answer")
+
+_KEEP_ALIVE_S = 5.0
+
+
+@contextmanager
+def peers_in_reach(what: str) -> Iterator[None]:
+    """Turns the backend's error about a lost peer into a sentence.
+
+    Raises:
+        RankFailedError: a collective inside the block failed.
+    """
+    try:
+        yield
+    except FlexCPError:
+        raise
+    except RuntimeError as error:
+        raise RankFailedError(
+            f"rank {dist.get_rank()} lost another rank during {what}: {str(error).splitlines()[0]}",
+            "Another rank has ended or stalled; its own output says why.",
+        ) from error
+
+
+def all_gather_rows(mine: Tensor, what: str) -> Tensor:
+    """[N, len(mine)]: one row of every rank, on every rank; `mine` is on the device of the backend."""
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    with peers_in_reach(what):
+        dist.all_gather(rows, mine)
+    return torch.stack(rows)
+
+
+def broadcast_text(text: str, source: int, what: str) -> str:
+    """Text of rank `source` on every rank; what other ranks pass is ignored."""
+    device = collective_device()
+    data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(device)
+    size = torch.tensor([data.numel()], device=device)
+    with peers_in_reach(what):
+        dist.broadcast(size, source)
+        received = data if dist.get_rank() == source else data.new_empty(int(size.item()))
+        dist.broadcast(received, source)
+    return bytes(received.cpu().numpy()).decode()
+
+
+def raise_together(trouble: BaseException | None, what: str) -> None:
+    """If any rank has trouble, all ranks raise the trouble of the first of them.
+
+    Raises:
+        FlexCPError: of the same kind on every rank; the rank is named unless all ranks had trouble.
+    """
+    has_trouble = torch.tensor([trouble is not None], dtype=torch.int64, device=collective_device())
+    troubled = all_gather_rows(has_trouble, what)[:, 0].nonzero()[:, 0].tolist()
+    if troubled:
+        mine = error_to_json(trouble) if trouble is not None else ""
+        error = error_from_json(broadcast_text(mine, troubled[0], what))
+        if len(troubled) < dist.get_world_size():
+            error.add_note(f"raised by rank {troubled[0]}")
+        raise error from trouble
+
+
+def on_first_rank(work: Callable[[], Answer], what: str) -> Answer | None:
+    """Run `work` on rank 0 while the others wait, however long it takes; rank 0 gets its result.
+
+    A plain barrier would run into the timeout of collectives on a long job.
+
+    Raises:
+        FlexCPError: what `work` raised, of the same kind on all ranks.
+    """
+    if dist.get_rank() != 0:
+        while (state := broadcast_text("", 0, what)) == "working":
+            pass
+        if state != "done":
+            raise error_from_json(state)
+        return None
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(work)
+        while not future.done():
+            futures.wait([future], timeout=_KEEP_ALIVE_S)
+            if not future.done():
+                broadcast_text("working", 0, what)
+        error = future.exception()
+        if error is None:
+            broadcast_text("done", 0, what)
+            return future.result()
+        raise error_from_json(broadcast_text(error_to_json(error), 0, what)) from error
+
+
+def collective_device() -> torch.device:
+    """Where tensors of collectives live: the CPU under gloo, else this rank's accelerator."""
+    accelerator = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if dist.get_backend() == "gloo" or accelerator is None else accelerator
+
+
+def first_difference(values: dict[str, str]) -> tuple[str, list[int]] | None:
+    """Name of the first value that is not the same on all ranks, and the ranks that differ from rank 0."""
+    hashes = [_hash(json.dumps([name, value])) for name, value in values.items()]
+    mine = torch.tensor(hashes, dtype=torch.int64, device=collective_device())
+    rows = all_gather_rows(mine, "comparing the ranks' configurations")
+    for column, name in enumerate(values):
+        others = (rows[:, column] != rows[0, column]).nonzero()[:, 0].tolist()
+        if others:
+            return name, others
+    return None
+
+
+def _hash(text: str) -> int:
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -1,0 +1,181 @@
+"""One step on one rank: backward for every micro-batch, then one reduction and one optimizer step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flexcp.core.errors import RunError, UnsupportedError
+from flexcp.runtime.batches import MicroBatch
+from flexcp.runtime.collectives import all_gather_rows, peers_in_reach
+from flexcp.runtime.loss import token_loss_sum
+from flexcp.runtime.metrics import StepReport
+from flexcp.runtime.planning import PlannedStep
+from flexcp.runtime.sharding import clip_gradients
+
+if TYPE_CHECKING:
+    from flexcp.runtime.engine import Engine
+
+
+class Step:
+    """One global batch on this rank: iterate, call `backward` for each micro-batch, then `finish`.
+
+    Attributes:
+        index: index of the step.
+        plan: the plan, the same on all ranks.
+        supervised_tokens: of the whole global batch; the divisor of the loss.
+        loss_sum: sum of the token losses that this rank has run so far.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        planned: PlannedStep,
+        micro_batches: list[MicroBatch],
+        supervised_tokens: int,
+        begun_s: float,
+        waited_s: float,
+    ) -> None:
+        self.index = engine.next_step
+        self.plan = planned.plan
+        self.supervised_tokens = supervised_tokens
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
+        self._engine = engine
+        self._planned = planned
+        self._left = {id(micro): micro for micro in micro_batches}
+        self._begun_s, self._waited_s = begun_s, waited_s
+        self._work_begun_s = self._task_begun_s = time.perf_counter()
+        self._work_ended_s = 0.0
+        self._busy_s = 0.0
+        self._grad_norm: float | None = None
+        self._finished = False
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """This rank's micro-batches in plan order; there may be none."""
+        for micro in list(self._left.values()):
+            self._task_begun_s = time.perf_counter()
+            yield micro
+
+    def backward(self, output: Any, micro: MicroBatch) -> None:
+        """Add the gradient of one micro-batch; each must come exactly once, in order.
+
+        Args:
+            output: logits [1, T, V], a model output with `.logits`, or a scalar: the *sum* (not the mean)
+                of the token losses of `micro`.
+            micro: what the output was computed from.
+
+        Raises:
+            RunError: this micro-batch does not belong to the step or has had its backward.
+            UnsupportedError: the model ignored FlexCP's attention.
+        """
+        if self._left.pop(id(micro), None) is None:
+            raise RunError(
+                f"step {self.index} got a micro-batch that is not its own, or got it twice",
+                "Call step.backward once for each micro-batch that the step yields.",
+            )
+        _check_attention_ran(micro)
+        loss_sum = loss_sum_of(output, micro)
+        (loss_sum / self.supervised_tokens).backward()  # type: ignore[no-untyped-call]
+        self.loss_sum += loss_sum.detach()
+        now_s = time.perf_counter()
+        self._busy_s += now_s - self._task_begun_s
+        self._engine.record(
+            "task",
+            self._task_begun_s,
+            now_s,
+            self.index,
+            degree=micro.task.degree,
+            samples=micro.sample_ids,
+            predicted_s=micro.task.duration_s,
+        )
+
+    def reduce_gradients(self) -> float:
+        """Sum gradients over all ranks and clip them; returns their global norm before clipping.
+
+        `finish` does this; call it before only to look at the gradients.
+
+        Raises:
+            RunError: a micro-batch has not had its backward.
+        """
+        if self._left:
+            raise RunError(
+                f"step {self.index} ends with {len(self._left)} micro-batches that had no backward",
+                "Call step.backward for every micro-batch; other ranks wait for its ring messages.",
+            )
+        if self._grad_norm is None:
+            engine = self._engine
+            self._work_ended_s = time.perf_counter()
+            with peers_in_reach("the gradient reduction"):
+                engine.sharding.reduce()
+                self._grad_norm = clip_gradients(engine.model.parameters(), engine.clip_norm or math.inf)
+            engine.record("reduce", self._work_ended_s, time.perf_counter(), self.index)
+        return self._grad_norm
+
+    def finish(self) -> StepReport:
+        """Reduce, clip, step the optimizer, and say what happened. Called once, on all ranks.
+
+        Raises:
+            RunError: loss or gradient is not finite (weights are untouched), or a second call.
+        """
+        if self._finished:
+            raise RunError(f"step {self.index} was finished twice", "Call step.finish() once a step.")
+        engine = self._engine
+        grad_norm = self.reduce_gradients()
+        measured_s = self._work_ended_s - self._work_begun_s
+        mine = [float(self.loss_sum), self._busy_s, measured_s, self._waited_s]
+        row = torch.tensor(mine, dtype=torch.float64, device=engine.device)
+        rows = all_gather_rows(row, "the end of a step")
+        loss = float(rows[:, 0].sum()) / self.supervised_tokens
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise RunError(
+                f"step {self.index} has loss {loss} and gradient norm {grad_norm}; its samples are "
+                f"{', '.join(engine.sample_names(self.plan))}",
+                "The weights were not changed. Look at these samples, or lower the learning rate.",
+            )
+        before_s = time.perf_counter()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        end_s = time.perf_counter()
+        engine.record("optimizer", before_s, end_s, self.index)
+        self._finished = True
+        engine._step_finished()
+        return self._report(loss, grad_norm, rows, end_s - self._begun_s)
+
+    def _report(self, loss: float, grad_norm: float, rows: Tensor, step_s: float) -> StepReport:
+        measured_s = float(rows[:, 2].max())
+        return StepReport(
+            step=self.index,
+            loss=loss,
+            grad_norm=grad_norm,
+            tokens=sum(sample.tokens for sample in self.plan.samples),
+            supervised_tokens=self.supervised_tokens,
+            degrees=self.plan.degrees,
+            predicted_s=self.plan.step_s,
+            bound_s=self.plan.bound_s,
+            measured_s=measured_s,
+            step_s=step_s,
+            plan_s=self._planned.plan_s,
+            exposed_s=float(rows[:, 3].max()),
+            idle_share=max(0.0, 1.0 - float(rows[:, 1].mean()) / measured_s) if measured_s > 0 else 0.0,
+        )
+
+
+def loss_sum_of(output: Any, micro: MicroBatch) -> Tensor:
+    """The sum of token losses that a model's output stands for; see `Step.backward`."""
+    value: Tensor = output if isinstance(output, Tensor) else output.logits
+    return value if value.dim() == 0 else token_loss_sum(value, micro.labels)
+
+
+def _check_attention_ran(micro: MicroBatch) -> None:
+    """A model that drops the keyword attends inside its local rows only: wrong, and nothing would show it."""
+    if micro.inputs["flexcp"].calls == 0:
+        raise UnsupportedError(
+            "the model ran without FlexCP attention",
+            "Wrap the loop in `with flexcp.transformers.enable(model)`, or call flexcp.ring_attention "
+            "with the keyword `flexcp` in your own attention layer.",
+        )
