@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from flexcp.cli import VERBS, _load, main
+from flexcp.cli.inputs import read_inputs
 from flexcp.core.errors import RunError
+from flexcp.planner import POLICIES
 
 LENGTHS = Path(__file__).parents[1] / "data" / "python_source_lengths_qwen.json"
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -50,7 +52,7 @@ def plain(text: str) -> str:
         ),
         ([100], ["--model", "qwen3-8"], "unknown model 'qwen3-8'", "Did you mean 'qwen3-8b'?"),
         ([100], ["--hardware", "h10"], "unknown hardware 'h10'", "Did you mean 'h100'?"),
-        ([100], ["--policy", "flexpc"], "unknown policy 'flexpc'", "Did you mean 'flexcp'?"),
+        ([100], ["--policy", "flexcpp"], "unknown policy 'flexcpp'", "Did you mean 'flexcp'?"),
         ("", [], "lengths.json is empty", "Give at least one length."),
         ([], [], "lengths.json holds no lengths", "Give at least one length."),
         ([5, -3], [], "lengths.json, entry 1: -3 is not a length", "Lengths are whole numbers"),
@@ -60,6 +62,28 @@ def plain(text: str) -> str:
         ([5], ["--hardware", "cpu"], "qwen3-8b leaves no memory for tokens on cpu", "Shard more"),
         ([5], ["--ranks", "0"], "--ranks is 0", "--ranks is at least 1."),
         ([5], ["--global-batch", "0"], "--global-batch is 0", "--global-batch is at least 1."),
+        ("[5, NaN]", [], "lengths.json, entry 1: NaN is not a length", "at least 1"),
+        ([5, 0], [], "lengths.json, entry 1: 0 is not a length", "at least 1"),
+        ([5], ["--mode", "lockstp"], "unknown mode 'lockstp'", "Did you mean 'lockstep'?"),
+        ([5], ["--current-cp", "3"], "--current-cp 3 does not divide 8 ranks", "one degree on all ranks"),
+        ([5], ["--out", "plan.txt"], "--out plan.txt is neither .json nor .svg", "drawings are .svg."),
+        (
+            [5],
+            ["--column", "tokens"],
+            "holds plain numbers and has no column 'tokens'",
+            "Leave the column out",
+        ),
+        ([5], ["--ranks-per-node", "0"], "ranks_per_node is 0", "at least 1."),
+        (
+            [60_000],
+            ["--policy", "flexsp", "--ranks", "6", "--tokens-per-rank", "12000", "--out", "plan.svg"],
+            "flexsp has no plan to draw",
+            "needs degree 8, the next power of two of 5; there are 6 ranks",
+        ),
+        ("{}", [], "is a JSON object without histograms of tokens", "Give a JSON list of lengths"),
+        ('{"0": {"text_tokens": 3}}', [], "window 0, text_tokens: not a text", "{length: probability, ...}"),
+        ('{"0": {"text_tokens": "open(1)"}}', [], "window 0, text_tokens: 'open(1)' is not a dict", "dict"),
+        ('{"0": {"text_tokens": "{-3: 0.5}"}}', [], "-3: 0.5 is not a length and its probability", "dict"),
     ],
 )
 def test_input_errors_say_cause_and_remedy(lengths, capfd, values, options, cause, remedy):
@@ -150,10 +174,16 @@ def test_json_has_the_documented_shape(capfd):
     assert body["schema"] == "flexcp.plan-report/1"
     assert body["inputs"]["samples"] == 2500
     assert body["inputs"]["steps"] == 2
-    assert {"static", "paper", "flexcp"} <= set(body["policies"])
+    assert set(POLICIES) == set(body["policies"])
+    assert list(body["policies"])[-1] == "flexcp"
     for policy in body["policies"].values():
-        keys = {"step_s", "bound_s", "gap", "speed", "plan_ms", "waves", "degrees", "idle_share", "steps"}
-        assert keys == set(policy)
+        if "refusal" in policy:
+            assert set(policy) == {"refusal", "exchange"}
+            continue
+        assert set(policy) == {
+            *("step_s", "bound_s", "gap", "speed", "plan_ms", "waves", "degrees", "idle_share", "steps"),
+            *("communication_share", "exchange"),
+        }
         assert policy["gap"] == pytest.approx(policy["step_s"] / policy["bound_s"])
         assert policy["gap"] >= 1
         assert len(policy["steps"]) == 2
@@ -173,16 +203,18 @@ def test_out_writes_every_task(lengths, tmp_path, capfd):
     """Each sample is in exactly one task of each policy; times can be added up by hand."""
     values = [40_000, 300, 2_000, 9_000, 100, 1]
     out, svg = tmp_path / "plan.json", tmp_path / "plan.svg"
-    code = main([*PLAN, lengths(values), "--tokens-per-rank", "8192", "--out", str(out), "--svg", str(svg)])
+    code = main([*PLAN, lengths(values), "--tokens-per-rank", "8192", "--out", str(out), "--out", str(svg)])
     body = json.loads(out.read_text())
 
     assert code == 0, capfd.readouterr().err
     assert svg.read_text().startswith("<svg")
     for policy in body["policies"].values():
+        if "refusal" in policy:
+            continue
         tasks = policy["steps"][0]["tasks"]
         placed = {i: t for task in tasks for i, t in zip(task["samples"], task["tokens"], strict=True)}
         assert dict(enumerate(values)) == placed
-        assert {"samples", "tokens", "ranks", "wave", "start_s", "end_s"} == set(tasks[0])
+        assert {"samples", "tokens", "pairs", "ranks", "wave", "start_s", "end_s"} == set(tasks[0])
         assert policy["step_s"] == max(task["end_s"] for task in tasks)
 
 
@@ -210,7 +242,15 @@ def test_long_tail_is_worth_it(capfd):
 
 def test_current_cp_is_the_baseline(lengths, capfd):
     """The layout in use, not the best one, is what the user would change."""
-    body = report(capfd, *PLAN, lengths([30_000, 500, 500, 700, 4_000]), "--current-cp", "4")
+    body = report(
+        capfd,
+        *PLAN,
+        lengths([30_000, 500, 500, 700, 4_000]),
+        "--current-cp",
+        "4",
+        "--tokens-per-rank",
+        "8192",
+    )
 
     assert body["baseline"] == "static cp=4"
     assert body["policies"]["static cp=4"]["speed"] == 1
@@ -225,6 +265,148 @@ def test_a_layout_that_cannot_serve_says_why(lengths, capfd):
     assert "30000" in refusal
     assert main(arguments) == 0
     assert "cannot serve" in flat(capfd.readouterr().out)
+
+
+def by_hand_s(task: dict, body: dict, exchange: str) -> float:
+    """The formula of docs/plan_report.md, from the JSON alone."""
+    c, given = body["coefficients"], body["inputs"]
+    d, tokens = len(task["ranks"]), sum(task["tokens"])
+    whole = [length for length in task["tokens"] if length < given["whole_below_tokens"]]
+    cut = [length for length in task["tokens"] if length >= given["whole_below_tokens"]]
+    nodes = {rank // given["ranks_per_node"] for rank in task["ranks"]}
+    link = c["inter"] if len(nodes) > 1 else c["intra"]
+    if exchange == "all-to-all":
+        sent = c["head_bytes_per_token"] * (2 * c["heads"] + 2 * max(c["kv_heads"], d)) * tokens / d
+        communication = sent * (d - 1) / d / link["bytes_per_s"]
+        communication += (d > 1) * c["layers"] * c["passes"] * 4 * link["latency_s"]
+        work = (c["pair_s"] * task["pairs"] + c["token_s"] * tokens) / d
+        return work + communication + c["sample_s"] * len(task["tokens"]) + c["pack_s"]
+    longest = max(whole, default=0)
+    steps = (d - 1) * bool(cut)
+    attention = c["pair_s"] * max(task["pairs"] / d, longest * (longest + 1) / 2)
+    linear = c["token_s"] * max(tokens / d, longest)
+    handling = c["sample_s"] * (max(len(whole) / d, bool(whole)) + len(cut))
+    message = c["kv_bytes_per_token"] * sum(cut) / d / link["bytes_per_s"]
+    communication = steps * (message + c["layers"] * c["passes"] * link["latency_s"])
+    return max(attention, communication) + linear + handling + c["pack_s"] + steps * c["ring_step_s"]
+
+
+@pytest.mark.parametrize("mode", ["free-running", "lockstep"])
+def test_every_time_can_be_computed_by_hand(tmp_path, capfd, mode):
+    """The JSON and the formula of its page are enough; so are starts and ends, in either mode."""
+    out = tmp_path / "plan.json"
+    arguments = ["--ranks", "20", "--tokens-per-rank", "8192", "--global-batch", "200", "--mode", mode]
+    assert main([*PLAN, str(LENGTHS), *arguments, "--out", str(out)]) == 0
+    body = json.loads(out.read_text())
+    served = {name: policy for name, policy in body["policies"].items() if "steps" in policy}
+
+    assert {"flexcp", "paper", "static", "megatron-dynamic"} <= set(served)
+    for policy in served.values():
+        tasks = policy["steps"][0]["tasks"]
+        for task in tasks:
+            assert task["end_s"] - task["start_s"] == pytest.approx(by_hand_s(task, body, policy["exchange"]))
+        free_s = dict.fromkeys(range(20), 0.0)
+        for task in tasks:
+            if mode == "free-running":
+                assert task["start_s"] == max(free_s[rank] for rank in task["ranks"])
+            for rank in task["ranks"]:
+                assert task["start_s"] >= free_s[rank]
+                free_s[rank] = task["end_s"]
+        assert max(free_s.values()) == policy["step_s"]
+
+
+def test_heads_limit_ulysses_and_the_row_says_so(lengths, capfd):
+    """D29: a degree that the heads forbid is never proposed; the refusal names both numbers."""
+    arguments = [*PLAN, lengths([300_000, 500]), "--tokens-per-rank", "8192", "--ranks", "64"]
+    assert main(arguments) == 0
+    shown = flat(capfd.readouterr().out)
+
+    assert "ulysses needs degree 37, heads allow 32 (32 query, 8 key/value heads, 64 ranks)" in shown
+    assert all(f"\n{name}" in "\n" + shown.replace(" ", "\n") for name in POLICIES)
+
+
+def test_several_files_of_several_kinds_are_one_list(tmp_path, capfd):
+    """JSON with spans, CSV with a named column, JSON lines: numbered through, spans kept."""
+    (tmp_path / "a.json").write_text('[700, {"tokens": 900, "spans": [[0, 256]]}]')
+    (tmp_path / "b.csv").write_text("id,size\n1,3000\n2,40\n")
+    (tmp_path / "c.jsonl").write_text('{"size": 5000}\n')
+    given = read_inputs([tmp_path / "b.csv", tmp_path / "c.jsonl"], "size")
+    spanned = read_inputs([tmp_path / "a.json"], None)
+    out = tmp_path / "plan.json"
+
+    assert given.lengths.tolist() == [3000, 40, 5000]
+    assert spanned.sample(1).spans == ((0, 256),)
+    assert main([*PLAN, str(tmp_path / "a.json"), str(tmp_path / "a.json"), "--out", str(out)]) == 0
+    tasks = json.loads(out.read_text())["policies"]["flexcp"]["steps"][0]["tasks"]
+    assert sorted(k for task in tasks for k in task["samples"]) == [0, 1, 2, 3]
+    causal = 2 * (700 * 701 // 2 + 900 * 901 // 2)
+    assert sum(task["pairs"] for task in tasks) == causal + 2 * (256 * 255 // 2)
+
+
+def test_servegen_histograms_are_drawn_the_same_every_time(tmp_path, capfd):
+    """Windows of probabilities: images first, as spans; empty windows are skipped; the notice says it."""
+    path = tmp_path / "image.json"
+    columns = {"text_tokens": "{90: 0.5, 110: 0.5}", "image_tokens": "{600: 1.0}", "image_count": "{2: 1.0}"}
+    path.write_text(json.dumps({"0": columns, "600": {"text_tokens": "{}", "image_count": "{}"}}))
+    one, other = read_inputs([path], None), read_inputs([path], None)
+
+    assert len(one.lengths) == 10_000
+    assert (one.lengths == other.lengths).all()
+    assert set(one.lengths.tolist()) == {1290, 1310}
+    assert one.sample(7).spans == ((0, 600), (600, 1200))
+    assert main([*PLAN, str(path)]) == 0
+    assert "note: image.json holds probabilities: 10,000 lengths are drawn" in flat(capfd.readouterr().out)
+
+
+def test_ten_million_lengths_are_answered_from_a_sample(tmp_path, monkeypatch, capfd):
+    """A list over the limit still answers, and says that batches are a sample of it."""
+    monkeypatch.setattr("flexcp.cli.inputs._MANY", 2000)
+    body = report(capfd, *PLAN, str(LENGTHS), "--ranks", "64", "--policy", "static")
+
+    assert body["inputs"]["notices"] == ["2,500 lengths: batches are a random sample of them."]
+
+
+def test_a_last_node_that_is_smaller_is_noticed(lengths, capfd):
+    """12 ranks in nodes of 8 are planned as they are."""
+    arguments = [*PLAN, lengths([500] * 9), "--tokens-per-rank", "8192"]
+    assert main([*arguments, "--ranks", "12"]) == 0
+    assert "12 ranks in nodes of 8: the last node has 4." in flat(capfd.readouterr().out)
+    assert main([*arguments, "--ranks", "4"]) == 0
+    assert "nodes of 8" not in flat(capfd.readouterr().out)
+
+
+def test_explain_says_why_and_what_else_would_be(lengths, capfd, monkeypatch):
+    """Each long sample: its degree, what one rank less or more would do, the reason."""
+    monkeypatch.setenv("COLUMNS", "80")
+    batch = lengths([50_000, 6_000, 300] * 8)
+    assert main([*PLAN, batch, "--ranks", "16", "--tokens-per-rank", "8192", "--explain"]) == 0
+    out = plain(capfd.readouterr().out)
+    rows = [line for line in out.splitlines() if "50,000" in line]
+
+    assert len(rows) == 8
+    change = r"(–|[+-][\d.]+ m?s)"
+    reason = "(memory allows no less|less outlasts the step|less delays the next|more is no faster|fits .*)"
+    assert all(re.search(rf" 50,000 +\d+ +[\d.]+ s +{change} +{change} +{reason}", row) for row in rows)
+    assert "bound is the work of all samples on all ranks" in flat(out).replace("bound, which", "bound")
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_lockstep_waits_for_every_wave(capfd):
+    """The same lengths take no less in lockstep."""
+    arguments = [*PLAN, str(LENGTHS), "--ranks", "64", "--tokens-per-rank", "8192", "--policy", "flexcp"]
+    free, lockstep = (report(capfd, *arguments, "--mode", mode) for mode in ("free-running", "lockstep"))
+
+    assert free["inputs"]["mode"] == "free-running"
+    step_s = [body["policies"]["flexcp"]["step_s"] for body in (free, lockstep)]
+    assert step_s[0] <= step_s[1]
+
+
+def test_plan_has_few_flags():
+    """At most fifteen, each in a group."""
+    options = [parameter for parameter in _load("plan").params if parameter.opts[0].startswith("-")]
+
+    assert len([option for option in options if option.name != "help"]) <= 15
+    assert all(option.rich_help_panel for option in options if option.name != "help")
 
 
 def test_env_lists_what_is_missing(capfd, monkeypatch):

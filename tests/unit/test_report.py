@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -10,7 +11,11 @@ from rich.console import Console
 from flexcp.core.cluster import Cluster
 from flexcp.core.plan import Plan, Task
 from flexcp.core.sample import samples_from_lengths
-from flexcp.report.tables import Outcome, format_ranks, plan_table, policy_table
+from flexcp.cost.model import CostModel, Link
+from flexcp.planner import make_plan
+from flexcp.planner.problem import Problem
+from flexcp.report.explain import communication_share, explain, tight_bound
+from flexcp.report.tables import Outcome, choice_table, format_ranks, plan_table, policy_table
 from flexcp.report.timeline import plan_svg, plan_timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -90,9 +95,64 @@ def test_policy_table_keeps_policies_that_cannot_serve(plan):
     text = rendered(policy_table([slow, refusing], slow))
 
     assert "needs degree 37, heads allow 8" in text
-    assert "1×2 3×1 4×1" in text
+    assert "1–4" in text
+    assert max(map(len, text.splitlines())) <= 80
     assert "1.250" in text  # the gap, 4 / 3.2
     assert "1.00×" in text
+
+
+def test_a_long_refusal_stays_in_its_row(plan):
+    """Reasons wrap beside the name, inside the terminal."""
+    refusing = Outcome("megatron-dynamic", refusal="needs a great many ranks, " * 6)
+    lines = rendered(policy_table([refusing, Outcome("flexcp", (plan,))], None), width=80).splitlines()
+
+    assert max(map(len, lines)) <= 80
+    assert lines[2].startswith("megatron-dynamic  needs a great")
+    assert lines[3].startswith(" " * 18)
+    assert lines[-1].startswith("flexcp")
+
+
+COST = CostModel(1e-6, 1e-4, 0.0, 0.01, 0.0, 1000.0, 1, Link(1e6, 0.0), Link(1e5, 0.0))
+
+
+def planned(lengths: list[int], ranks: int, mode: str = "lockstep") -> tuple[Plan, Problem]:
+    samples, cluster = samples_from_lengths(lengths), Cluster(ranks, 1024, ranks_per_node=4)
+    made = make_plan(samples, cluster, COST, policy="paper", mode=mode)
+    return made, Problem.of(samples, cluster, COST, mode, 512)
+
+
+def test_communication_share_counts_what_nothing_hides():
+    """By hand: two ranks send 1000 bytes a token of half a sample in a ring whose attention is shorter."""
+    samples = samples_from_lengths([1000])
+    task = Task((0,), (0, 1), 0, 0.0, 0.0)
+    attention_s, message_s = 1e-6 * 500_500 / 2, 1000.0 * 500 / 1e6
+    seconds = message_s + 1e-4 * 500 + 0.01
+    made = Plan("flexcp", "lockstep", Cluster(2, 1024), 512, samples, (replace(task, end_s=seconds),), 0.1)
+
+    assert communication_share(made, COST) == pytest.approx((message_s - attention_s) / seconds)
+    assert communication_share(made, replace(COST, intra=Link(1e9, 0.0))) == pytest.approx(0.0)
+
+
+def test_the_tight_bound_is_named():
+    """One giant is limited by itself, many small ones by their work, full waves by memory."""
+    assert "the longest sample, 3,000 tokens, on its best" in tight_bound(*planned([3000], 4))
+    assert tight_bound(*planned([200] * 20, 4)) == "the work of all samples on all ranks"
+    assert tight_bound(*planned([1024, 1024, 1024, 1024, 300], 4)) == "the waves that memory forces"
+
+
+def test_reasons_of_degrees():
+    """Memory's least, and wider than that where a narrower group would end late."""
+    tight = explain(planned([3000, 100], 4)[0], COST)[0]
+    free = explain(planned([1000, 100, 100], 4)[0], replace(COST, intra=Link(1e9, 0.0)))
+
+    assert (tight.sample, tight.tokens) == (0, 3000)
+    assert tight.less_s is None or tight.less_s > 0
+    assert tight.reason in {"memory allows no less", "less outlasts the step", "more is no faster"}
+    assert all(choice.degree > 1 for choice in free)
+    text = rendered(choice_table([tight]), width=80)
+    assert "3,000" in text
+    assert tight.reason in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_outcome_averages_over_steps(plan):

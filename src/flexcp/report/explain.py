@@ -19,8 +19,8 @@ def communication_share(plan: Plan, cost: CostModel) -> float:
     exposed_s = 0.0
     for task in plan.tasks:
         load, crosses = task_load(plan, task), crosses_nodes(task.ranks, plan.cluster)
-        seconds = cost.task_s(load, task.degree, crosses) - silent.task_s(load, task.degree)
-        exposed_s += task.degree * seconds / plan.cluster.speed(task.ranks)
+        share = 1.0 - silent.task_s(load, task.degree) / cost.task_s(load, task.degree, crosses)
+        exposed_s += task.degree * task.duration_s * share
     return exposed_s / (plan.step_s * plan.cluster.ranks)
 
 
@@ -31,8 +31,9 @@ def tight_bound(plan: Plan, problem: Problem) -> str:
     best = int(times_s.argmin())
     if plan.bound_s <= _TIGHT * times_s[best]:
         return f"the longest sample, {longest.tokens:,} tokens, on its best {best + 1} ranks"
-    work_s = problem.total_work_s / problem.ranks + problem.cost.pack_s
-    if plan.mode == "free-running" or plan.bound_s <= _TIGHT * work_s:
+    work_s = float(problem.work_s.sum()) / problem.ranks + problem.cost.pack_s
+    one_wave = problem.tokens <= problem.cluster.capacity_tokens
+    if plan.mode == "free-running" or one_wave or plan.bound_s <= _TIGHT * work_s:
         return "the work of all samples on all ranks"
     return "the waves that memory forces"
 
@@ -80,15 +81,13 @@ def _choice(plan: Plan, task: Task, cost: CostModel) -> Choice:
     pack = plan.pack(task)
     longest = max(pack, key=lambda sample: (sample.tokens, -sample.id))
     load = task_load(plan, task)
-    speed = plan.cluster.speed(task.ranks)
+    # Slow ranks stretch the model's time, and would at any degree.
+    stretch = task.duration_s / cost.task_s(load, task.degree, crosses_nodes(task.ranks, plan.cluster))
 
     def seconds(degree: int) -> float | None:
         if not plan.cluster.min_degree(load.tokens) <= degree <= plan.cluster.ranks:
             return None
-        crosses = degree > plan.cluster.ranks_per_node
-        if degree == task.degree:
-            crosses = crosses_nodes(task.ranks, plan.cluster)
-        return cost.task_s(load, degree, crosses) / speed
+        return stretch * cost.task_s(load, degree, degree > plan.cluster.ranks_per_node)
 
     less_s, more_s = seconds(task.degree - 1), seconds(task.degree + 1)
     reason = _reason(plan, task, less_s, more_s)
