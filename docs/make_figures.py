@@ -1,6 +1,8 @@
 """Makes what the pages show of the program itself (figures, output, options): python docs/make_figures.py."""
 
+import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -29,6 +31,46 @@ def figures() -> None:
     readme.write_text(text, encoding="utf-8")
 
 
+def planner_page() -> None:
+    """Draw the plans of docs/planner.md and fill in its table, from the lists in tests/data."""
+    from flexcp.core.cluster import Cluster
+    from flexcp.core.model_shape import model_shape
+    from flexcp.core.sample import samples_from_lengths
+    from flexcp.cost import cost_model, hardware
+    from flexcp.planner import make_plan
+    from flexcp.report.explain import communication_share
+    from flexcp.report.timeline import plan_svg
+
+    cost = cost_model(model_shape("qwen3-8b"), hardware("h100"))
+    lengths = random.Random(0).sample(json.loads((ROOT / LENGTHS).read_text(encoding="utf-8")), 512)
+    samples = samples_from_lengths(lengths)
+    rows = [
+        "| N | E | `static` | `paper` | idle | messages | `flexcp`, lockstep | `flexcp`, free-running |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for ranks, tokens in ((32, 8192), (64, 8192), (64, 16384), (128, 8192)):
+        cluster = Cluster(ranks, tokens)
+        static, paper, lockstep = (
+            make_plan(samples, cluster, cost, policy=name) for name in ("static", "paper", "flexcp")
+        )
+        free = make_plan(samples, cluster, cost, mode="free-running")
+        idle, messages = paper.idle_share, communication_share(paper, cost)
+        rows.append(
+            f"| {ranks} | {tokens:,} | {static.gap:.3f} | {paper.gap:.3f} | {idle:.1%} | {messages:.1%} "
+            f"| {lockstep.gap:.3f} | {free.gap:.3f} |"
+        )
+        if (ranks, tokens) == (64, 8192):
+            (ROOT / "docs/plan_paper.svg").write_text(plan_svg(paper), encoding="utf-8")
+    three = samples_from_lengths([50_000] * 4 + [6_000] * 30 + [300] * 200)
+    drawn = make_plan(three, Cluster(24, 8192), cost, mode="free-running")
+    (ROOT / "docs/plan_three_lengths.svg").write_text(plan_svg(drawn), encoding="utf-8")
+    page = ROOT / "docs/planner.md"
+    block = "\n".join(["<!-- gaps -->", *rows, "<!-- /gaps -->"])
+    text = page.read_text(encoding="utf-8")
+    text = re.sub(r"<!-- gaps -->.*<!-- /gaps -->", lambda _: block, text, flags=re.S)
+    page.write_text(text, encoding="utf-8")
+
+
 def options() -> None:
     """Write the table of run options into docs/training.md, from the configuration itself."""
     from flexcp.train.config import TrainConfig
@@ -48,4 +90,5 @@ def options() -> None:
 
 if __name__ == "__main__":
     figures()
+    planner_page()
     options()
