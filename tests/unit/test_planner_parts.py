@@ -14,8 +14,9 @@ from flexcp.cost.model import CostModel, Link, Load
 from flexcp.planner.allocation import dynamic_programme, threshold
 from flexcp.planner.balance import Slot, fill, shelves
 from flexcp.planner.bounds import lower_bound_s
+from flexcp.planner.degrees import long_samples
 from flexcp.planner.exhaustive import optimum_s
-from flexcp.planner.list_schedule import list_schedule
+from flexcp.planner.list_schedule import in_waves, list_schedule
 from flexcp.planner.packing import best_fit_decreasing
 from flexcp.planner.placement import crosses_nodes, place
 from flexcp.planner.problem import Problem
@@ -27,6 +28,13 @@ COST = CostModel(1e-3, 1.0, 0.0, 0.5, 0.0, 1.0, 1, FREE, FREE)
 
 def problem_of(lengths, cluster, cost=COST, mode="lockstep", whole_below_tokens=0):
     return Problem.of(samples_from_lengths(lengths), cluster, cost, mode, whole_below_tokens)
+
+
+def list_scheduled(problem, share):
+    bound_s = lower_bound_s(problem)
+    samples = long_samples(problem, 0.0)
+    made = list_schedule(problem, samples, bound_s, share, problem.cluster.ranks_per_node)
+    return in_waves(problem, made)
 
 
 def tokens_by_pack(problem, packs):
@@ -178,7 +186,7 @@ def test_the_optimum_is_infinite_where_no_plan_exists_and_refuses_large_inputs()
 def test_a_list_schedule_fills_the_time_before_and_after_rings():
     # Memory makes rings of the long samples; the short ones need several packs on one rank.
     problem = problem_of([60, 30, *[9] * 20], Cluster(4, 20), mode="free-running")
-    assignment = list_schedule(problem, 1.0)
+    assignment = list_scheduled(problem, 1.0)
     packs = [pack for wave in assignment for pack in wave]
     assert sorted(k for pack in packs for k in pack.samples) == list(range(22))
     assert {pack.samples: pack.degree for pack in packs if pack.degree > 1} == {(0,): 3, (1,): 2}
@@ -189,6 +197,6 @@ def test_a_list_schedule_fills_the_time_before_and_after_rings():
 
 def test_rings_prefer_windows_inside_a_node():
     problem = problem_of([39, 38, 37], Cluster(6, 20, ranks_per_node=3), mode="free-running")
-    rings = [pack.ranks for wave in list_schedule(problem, 2.0) for pack in wave]
+    rings = [pack.ranks for wave in list_scheduled(problem, 2.0) for pack in wave]
     assert rings == [(0, 1), (3, 4), (3, 4)]
     assert not any(crosses_nodes(ring, problem.cluster) for ring in rings)

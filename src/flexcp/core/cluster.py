@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flexcp.core.errors import ConfigError
@@ -15,16 +17,24 @@ class Cluster:
         ranks: N, at least 1.
         tokens_per_rank: E as tokens, the most that one rank may hold at a time (see `cost.memory`).
         ranks_per_node: ranks that share the fast links; the last node may be smaller.
+        speeds: speed of each rank, 1 being what the cost model says; empty where all run at 1. A group
+            runs at the speed of its slowest rank.
     """
 
     ranks: int
     tokens_per_rank: int
     ranks_per_node: int = 8
+    speeds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("ranks", "tokens_per_rank", "ranks_per_node"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}", f"{name} is at least 1.")
+        object.__setattr__(self, "speeds", tuple(self.speeds))  # JSON hands over a list
+        if self.speeds and len(self.speeds) != self.ranks:
+            raise ConfigError(f"{len(self.speeds)} speeds for {self.ranks} ranks", "Give one for each rank.")
+        if not all(0 < speed < math.inf for speed in self.speeds):
+            raise ConfigError(f"speeds are {self.speeds}", "Speeds are positive numbers.")
 
     @property
     def capacity_tokens(self) -> int:
@@ -38,6 +48,24 @@ class Cluster:
         (16, 17)
         """
         return -(-tokens // self.tokens_per_rank)
+
+    def speed(self, ranks: Iterable[int]) -> float:
+        """Speed of a group: that of its slowest rank.
+
+        >>> Cluster(2, 8192, speeds=(1.0, 0.5)).speed((0, 1))
+        0.5
+        """
+        return min((self.speeds[rank] for rank in ranks), default=1.0) if self.speeds else 1.0
+
+    @property
+    def top_speed(self) -> float:
+        """Speed of the fastest rank."""
+        return max(self.speeds, default=1.0)
+
+    @property
+    def rank_equivalents(self) -> float:
+        """All ranks counted in ranks of the top speed; N where all are alike."""
+        return math.fsum(self.speeds) / self.top_speed if self.speeds else float(self.ranks)
 
     def node_of(self, rank: int) -> int:
         """Node that `rank` sits in."""

@@ -1,41 +1,126 @@
 """What no plan can beat under the same cost model; every plan carries it as `bound_s`.
 
 Bounds are about the model, not the machine: they ignore nothing that the model charges at its cheapest.
+
+Notation: R is the sum of `work_s`, P = ceil(tokens / E), c = pack_s, r = ring_step_s. Ranks of different
+speed are counted in ranks of the top speed v: a group of d ranks whose slowest has speed u is busy T / u, and
+then uses up at least d·T of the Σ speeds that the cluster has in a second. So N below is Σ speeds / v, and
+the result is divided by v.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
-from flexcp.planner.problem import Problem
+from flexcp.planner.degrees import LongSamples, long_samples
+from flexcp.planner.problem import Array, Integers, Problem
+
+_BISECTIONS = 24
 
 
+@lru_cache(maxsize=2)  # policies, their candidates and the plan ask again for the same problem
 def lower_bound_s(problem: Problem) -> float:
-    """The largest of three bounds on the makespan of a step.
+    """Seconds that no plan of this mode can beat; the larger of those that hold in both, and of its own.
 
-    1. Work: every rank-second of every sample without communication, spread evenly over N ranks, plus the
-       constant cost of packs that memory forces (`_forced_packs_s`).
-    2. The longest sample: alone at its best degree. A pack that contains a sample takes no less.
-    3. Samples of more than half of what the cluster holds: no two of them can run at a time, so their best
-       times add up.
+    Both modes: `_area_s`, and `_one_at_a_time_s`. Free-running: rank-sized packs that memory forces,
+    (R + P·c) / N. Lockstep: `_waves_s`.
 
-    All three hold in both modes. Complexity: O(K·N) for the table of times, which is shared.
+    Complexity: O(K log K), and 24 questions to the ladder of the long samples.
     """
-    best_s = problem.sample_table_s.min(axis=1)
-    tokens = np.array([load.tokens for load in problem.loads])
-    huge_s = float(best_s[2 * tokens > problem.cluster.capacity_tokens].sum())
-    work_s = float(problem.work_s.sum()) / problem.ranks + _forced_packs_s(problem)
-    return max(work_s, float(best_s.max()), huge_s)
-
-
-def _forced_packs_s(problem: Problem) -> float:
-    """Seconds of `pack_s` that no plan avoids.
-
-    Lockstep: memory forces ceil(tokens / (N·E)) waves, each with at least one pack. Within a wave the
-    longest pack takes pack_s plus at least 1/N of the wave's work, so this adds to the work bound in full.
-    Free-running: ceil(tokens / E) rank-sized packs, spread over N ranks.
-    """
-    cluster, pack_s = problem.cluster, problem.cost.pack_s
+    ranks = problem.cluster.rank_equivalents
+    floor_s = problem.total_work_s / ranks + problem.cost.pack_s
+    if problem.mode == "free-running":
+        packs = -(-problem.tokens // problem.cluster.tokens_per_rank)
+        floor_s = max(floor_s, (problem.total_work_s + packs * problem.cost.pack_s) / ranks)
+    samples = long_samples(problem, floor_s)
+    if len(samples.index):
+        floor_s = max(floor_s, float(samples.best_s.max()), _one_at_a_time_s(problem, samples))
     if problem.mode == "lockstep":
-        return pack_s * -(-problem.tokens // cluster.capacity_tokens)
-    return pack_s * -(-problem.tokens // cluster.tokens_per_rank) / problem.ranks
+        floor_s = max(floor_s, _waves_s(problem, samples))
+    return _area_s(problem, samples, floor_s) / problem.cluster.top_speed
+
+
+def _one_at_a_time_s(problem: Problem, samples: LongSamples) -> float:
+    """Samples of more than half of what the cluster holds never run at a time: their best times add up."""
+    huge = 2 * problem.counts[samples.index, 0] > problem.cluster.capacity_tokens
+    return float(np.cumsum(np.append(samples.best_s[huge], 0.0))[-1])
+
+
+def _area_s(problem: Problem, samples: LongSamples, floor_s: float) -> float:
+    """Least T that leaves enough rank-time, when every sample has the degree that T forces on it.
+
+    A step of T seconds has no task longer than T. A pack takes no less than any of its samples, so sample s
+    runs at a degree of at least d_s(T), the least with T_s(d) <= T. A task of degree d and length t <= T
+    spends at least h(d) = c + (d - 1) r of it on overhead wherever a sample is cut, so the share of its
+    rank-time that does work is at most 1 - h(d) / t <= 1 - h(d_s(T)) / T. All tasks fit into N·T, hence
+    Σ work_s / (T - h(d_s(T))) <= N. The left side falls with T; every T that violates this is a bound.
+    """
+    cost, ranks = problem.cost, problem.cluster.rank_equivalents
+    ring_step_s = cost.ring_step_s if cost.exchange == "ring" else 0.0
+    work_s = problem.work_s[samples.index]
+
+    def fits(total_s: float) -> bool:
+        degrees = samples.ladder.degrees(total_s)
+        useful_s = total_s - cost.pack_s - (degrees - 1) * ring_step_s
+        shares = float(np.cumsum(work_s / useful_s)[-1]) if len(work_s) else 0.0
+        return shares + samples.others_work_s / (total_s - cost.pack_s) <= ranks * (1 + 1e-12)
+
+    if floor_s <= cost.pack_s or fits(floor_s):
+        return floor_s
+    low, high = floor_s, 2 * floor_s
+    while not fits(high):
+        low, high = high, 2 * high
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return low
+
+
+def _waves_s(problem: Problem, samples: LongSamples) -> float:
+    """Lockstep: the waves that memory forces, what they must last, and what fits beside their samples.
+
+    Let the waves of a plan be sorted by falling length, t_1 >= t_2 >= … >= t_W.
+
+    1. W >= W_0 = ceil(tokens / (N·E)): a wave holds at most N·E tokens.
+    2. t_k >= B_k: let j be the first sample, by falling best time, such that samples 1..j need k waves,
+       because they have more than (k - 1)·N·E tokens, or because k of them have more than N·E / 2 each.
+       Then k waves hold some sample of 1..j, and each of them lasts at least best_j = B_k.
+    3. The first m waves hold at most m·N·E tokens, so at most the work M(m·N·E) of the densest samples
+       that make up as many tokens (the last one in part: a fractional knapsack is solved greedily).
+    4. Every other wave of work w lasts at least c + w / N: its slowest pack lasts at least c, and the
+       area of all its packs is at least N' c + w for the N' <= N ranks it uses.
+
+    So the step lasts at least Σ_{k <= m} B_k + (R - M(m·N·E))⁺ / N + (W_0 - m)·c for every m in 0..W_0.
+    """
+    capacity = problem.cluster.capacity_tokens
+    forced = max(1, -(-problem.tokens // capacity))
+    longest_s = forced_lengths_s(problem, samples)
+    beside_s = np.append(0.0, _densest_work_s(problem, capacity * np.arange(1, len(longest_s) + 1)))
+    rest_s = np.maximum(0.0, problem.total_work_s - beside_s) / problem.cluster.rank_equivalents
+    waves = np.maximum(0, forced - np.arange(len(longest_s) + 1))
+    ends_s = np.append(0.0, np.cumsum(longest_s)) + rest_s + waves * problem.cost.pack_s
+    return float(ends_s.max())
+
+
+def forced_lengths_s(problem: Problem, samples: LongSamples) -> Array:
+    """B_1, B_2, … of `_waves_s`, as far as the long samples reach."""
+    if not len(samples.index):
+        return np.zeros(0)
+    capacity = problem.cluster.capacity_tokens
+    order = np.argsort(-samples.best_s, kind="stable")
+    tokens: Integers = problem.counts[samples.index[order], 0]
+    needed = np.maximum(-(-np.cumsum(tokens) // capacity), np.cumsum(2 * tokens > capacity))
+    first = np.searchsorted(needed, np.arange(1, int(needed[-1]) + 1))
+    return np.asarray(samples.best_s[order][first])
+
+
+def _densest_work_s(problem: Problem, tokens: Integers) -> Array:
+    """Most work that samples of so many tokens can hold, the last sample in part."""
+    counts = problem.counts
+    density = problem.work_s / counts[:, 0]
+    order = np.argsort(-density, kind="stable")
+    upto_tokens = np.append(0, np.cumsum(counts[order, 0]))
+    upto_s = np.append(0.0, np.cumsum(problem.work_s[order]))
+    return np.asarray(np.interp(tokens, upto_tokens, upto_s))

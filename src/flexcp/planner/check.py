@@ -121,7 +121,8 @@ def _expected_s(plan: Plan, task: Task, cost: CostModel) -> float:
     load = Load()
     for sample in plan.pack(task):
         load = load + Load.of(sample, plan.whole_below_tokens)
-    return cost.task_s(load, task.degree, crosses_nodes(task.ranks, plan.cluster))
+    seconds = cost.task_s(load, task.degree, crosses_nodes(task.ranks, plan.cluster))
+    return seconds / plan.cluster.speed(task.ranks)
 
 
 def _before(seconds: float) -> float:

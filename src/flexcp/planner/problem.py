@@ -1,7 +1,7 @@
 """What every policy receives and what it returns: a problem, and packs in waves.
 
-A problem is the global batch as loads, longest first, with the exact rules of memory and time. It holds
-no sample contents and makes no choice.
+A problem is the global batch as columns of counts, longest first, with the exact rules of memory and time.
+It holds no sample contents and makes no choice.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from flexcp.core.sample import Sample
 from flexcp.cost.model import CostModel, Load
 
 Array = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,31 +39,39 @@ Wave = tuple[Pack, ...]
 Assignment = tuple[Wave, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # equal by identity, so that what is derived from it can be cached
 class Problem:
     """One global batch on one cluster under one cost model.
 
     Attributes:
-        loads: one per sample, longest first; equal samples are interchangeable, so their order is free.
-        order: position of each load in the batch as given.
+        counts: int64 [K, 6], a row `Load.counts` for each sample, longest first; equal samples are
+            interchangeable, so their order is free.
+        order: position of each row in the batch as given.
     """
 
     cluster: Cluster
     cost: CostModel
     mode: Mode
     whole_below_tokens: int
-    loads: tuple[Load, ...]
+    counts: Integers
     order: tuple[int, ...]
 
     @classmethod
     def of(
         cls, samples: Sequence[Sample], cluster: Cluster, cost: CostModel, mode: Mode, whole_below_tokens: int
     ) -> Problem:
-        """Sort the samples by tokens, then pairs, then id, descending in cost."""
-        key = [(-sample.tokens, -sample.attended_pairs, sample.id) for sample in samples]
-        order = tuple(sorted(range(len(samples)), key=key.__getitem__))
-        loads = tuple(Load.of(samples[position], whole_below_tokens) for position in order)
-        return cls(cluster, cost, mode, whole_below_tokens, loads, order)
+        """Sort the samples by tokens, then pairs, then id, descending in cost. O(K log K)."""
+        tokens = np.array([sample.tokens for sample in samples], dtype=np.int64)
+        pairs = tokens * (tokens + 1) // 2
+        for position, sample in enumerate(samples):
+            if sample.spans:
+                pairs[position] = sample.attended_pairs
+        order = np.lexsort(([sample.id for sample in samples], -pairs, -tokens))
+        tokens, pairs = tokens[order], pairs[order]
+        cut = tokens >= whole_below_tokens
+        columns = (tokens, pairs, np.ones_like(tokens), tokens * cut, cut, tokens * ~cut)
+        counts = np.stack(columns, axis=1)
+        return cls(cluster, cost, mode, whole_below_tokens, counts, tuple(order.tolist()))
 
     @property
     def ranks(self) -> int:
@@ -70,9 +79,30 @@ class Problem:
         return self.cluster.ranks
 
     @property
+    def size(self) -> int:
+        """K, the number of samples."""
+        return len(self.order)
+
+    @cached_property
     def tokens(self) -> int:
         """Tokens of the whole batch."""
-        return sum(load.tokens for load in self.loads)
+        return int(self.counts[:, 0].sum())
+
+    @cached_property
+    def rows(self) -> list[list[int]]:
+        """`counts` as lists, which loops read faster."""
+        rows: list[list[int]] = self.counts.tolist()
+        return rows
+
+    @cached_property
+    def loads(self) -> tuple[Load, ...]:
+        """`counts` as loads."""
+        return tuple(Load(*row) for row in self.rows)
+
+    @cached_property
+    def columns(self) -> Array:
+        """`counts` as floats, shape (6, K): what the cost model takes."""
+        return np.ascontiguousarray(self.counts.T, dtype=np.float64)
 
     def min_degree(self, load: Load) -> int:
         """Least degree at which a pack surely fits; more than N if it never does.
@@ -98,33 +128,30 @@ class Problem:
         return table
 
     @cached_property
-    def sample_table_s(self) -> Array:
-        """`table_s` of the samples, each alone."""
-        return self.table_s(self.loads)
-
-    @cached_property
     def work_s(self) -> Array:
         """Rank-seconds of each sample inside a pack, without communication and without `pack_s`."""
-        cost = self.cost
-        return np.array(
-            [cost.pair_s * x.pairs + cost.token_s * x.tokens + cost.sample_s * x.samples for x in self.loads]
-        )
+        tokens, pairs, samples = self.columns[:3]
+        work_s: Array = self.cost.pair_s * pairs + self.cost.token_s * tokens + self.cost.sample_s * samples
+        return work_s
 
-    def pack(self, samples: Iterable[int], degree: int) -> Pack:
+    @cached_property
+    def total_work_s(self) -> float:
+        """Sum of `work_s`, from whole-number totals, so that it does not depend on an order."""
+        pairs = int(self.counts[:, 1].sum())
+        cost = self.cost
+        return cost.pair_s * pairs + cost.token_s * self.tokens + cost.sample_s * self.size
+
+    def pack(self, samples: Iterable[int], degree: int, ranks: tuple[int, ...] = ()) -> Pack:
         """Pack with the total load of its samples."""
         positions = tuple(samples)
-        loads = [self.loads[position] for position in positions]
-        total = Load(
-            sum(load.tokens for load in loads),
-            sum(load.pairs for load in loads),
-            len(loads),
-            sum(load.cut_tokens for load in loads),
-            sum(load.cut_samples for load in loads),
-            max(load.longest_whole_tokens for load in loads),
-        )
-        return Pack(positions, total, degree)
+        if len(positions) == 1:
+            return Pack(positions, Load(*self.rows[positions[0]]), degree, ranks)
+        columns = tuple(zip(*[self.rows[position] for position in positions], strict=True))
+        tokens, pairs, samples, cut_tokens, cut_samples = map(sum, columns[:5])
+        load = Load(tokens, pairs, samples, cut_tokens, cut_samples, max(columns[5]))
+        return Pack(positions, load, degree, ranks)
 
     def seconds(self, pack: Pack) -> float:
-        """Seconds of a pack, taken to lie inside a node where it can."""
+        """Seconds of a pack, taken to lie inside a node where it can, on ranks of full speed."""
         crosses = pack.degree > self.cluster.ranks_per_node
         return self.cost.task_s(pack.load, pack.degree, crosses)

@@ -26,7 +26,8 @@ def schedule(problem: Problem, assignment: Assignment) -> tuple[Task, ...]:
         for group, pack in sorted(zip(groups, wave, strict=True), key=lambda item: item[0]):
             start_s = max(free_s[rank] for rank in group)
             crosses = crosses_nodes(group, problem.cluster)
-            end_s = start_s + problem.cost.task_s(pack.load, pack.degree, crosses)
+            seconds = problem.cost.task_s(pack.load, pack.degree, crosses)
+            end_s = start_s + seconds / problem.cluster.speed(group)
             for rank in group:
                 free_s[rank] = end_s
             positions = tuple(sorted(problem.order[sample] for sample in pack.samples))
