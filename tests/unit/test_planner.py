@@ -15,13 +15,14 @@ from flexcp.cost import CostModel, Link, cost_model, hardware
 from flexcp.planner import MODES, POLICIES, Planner, check, make_plan
 
 COST = cost_model(model_shape("qwen3-8b"), hardware("h100"))
+SERVING = ("flexcp", "paper", "static")  # the others may refuse: test_policies_rivals.py
 
 
 def plan_of(lengths, cluster, **options):
     return make_plan(samples_from_lengths(lengths), cluster, COST, **options)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SERVING)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("lengths", "ranks"),
@@ -127,7 +128,7 @@ def test_a_long_tailed_batch_comes_close_to_the_bound(tokens_per_rank, mode, gap
     tail = random.Random(1)
     lengths = [min(int(tail.lognormvariate(7.3, 1.45)) + 1, 131072) for _ in range(512)]
     cluster = Cluster(64, tokens_per_rank)
-    made = {policy: plan_of(lengths, cluster, policy=policy, mode=mode) for policy in POLICIES}
+    made = {policy: plan_of(lengths, cluster, policy=policy, mode=mode) for policy in SERVING}
     assert 1 <= made["flexcp"].gap <= gap
     assert made["flexcp"].step_s < 0.95 * min(made["paper"].step_s, made["static"].step_s)
 

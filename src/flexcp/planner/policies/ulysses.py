@@ -4,7 +4,7 @@ The original cuts every sequence over the ranks of a group, and swaps that cut f
 attention, by all-to-all. So its degree divides the query heads. Where it exceeds the key/value heads, those
 are repeated up to the degree, as its followers do; then it must be a multiple of them. Ours differs in being
 fair: the best allowed degree that divides N, no padding, packs balanced by time, as `static` does. Its plans
-are timed with `exchange="all-to-all"` (see `cost.model`); the executor runs rings and cannot run them.
+are timed with `exchange="all-to-all"` (see `cost.model`); the engine would run them, as rings.
 """
 
 from __future__ import annotations
