@@ -166,6 +166,28 @@ def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_launcher_leaves_no_rank_behind(tmp_path: Path, how: signal.Signals) -> None:
+    """Ranks whose parent is gone end by themselves."""
+    run = run_flexcp(str(write_toml(tmp_path, run__steps=100_000)), "--nproc", "2", "--quiet")
+    ranks = wait_for_ranks(run, 2)
+    run.send_signal(how)
+    run.wait(timeout=30)
+    end_s = time.monotonic() + 60  # a rank first looks when it has imported torch
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        assert time.monotonic() < end_s, "a rank lives on"
+        time.sleep(0.1)
+
+
+def wait_for_ranks(run: subprocess.Popen[str], count: int) -> list[int]:
+    """Process ids, once all have been started."""
+    end_s = time.monotonic() + 60
+    while len(ranks := children_of(run.pid)) < count:
+        assert time.monotonic() < end_s, "the ranks did not start"
+        time.sleep(0.1)
+    return ranks
+
+
 def children_of(pid: int) -> list[int]:
     """Process ids of the ranks, in the order of their start; multiprocessing's own helper is left out."""
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text()

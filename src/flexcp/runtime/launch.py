@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -270,6 +271,7 @@ def _child(
     timeout_s: float,
     log_dir: Path | None,
 ) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     if log_dir is not None:
         _redirect_output(log_dir / f"rank-{index}.log")
     if sys.platform == "linux":  # looking the host name up is flaky on laptops and in CI
@@ -295,6 +297,14 @@ def _child(
 def _is_about_others(error: BaseException) -> bool:
     """Whether a rank failed only because another one had; gloo says so in text alone."""
     return isinstance(error, RankFailedError | dist.DistError) or "gloo/transport" in str(error)
+
+
+def _end_with_parent() -> None:
+    """A launcher that was killed cannot end its ranks, so they watch it: none trains on unseen."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _send(pipe: Connection, result: _Result) -> None:
