@@ -11,7 +11,7 @@ Ours differs in:
 - the programme: groups of one degree are counted, not told apart, which takes away the symmetry that makes
   the original slow. The time limit C is found by bisection, and the samples of one degree are spread over
   its groups longest first. HiGHS (through scipy) stops after a number of nodes, never by the clock, so the
-  plan is the same on any machine. Three micro-batch counts are tried;
+  plan is the same on any machine;
 - where no groups are found for a micro-batch, packs at their least powers of two fill waves of their own.
 """
 
@@ -32,10 +32,10 @@ Array = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
 _BUCKETS = 16
-_MICRO_BATCH_COUNTS = 3
+_MICRO_BATCH_COUNTS = 5
 _BISECTIONS = 6
-# What is tried, relative to the least C, until the samples find room in their groups.
-_LIMITS = (1.0, 1.1, 1.3, 1.6, 2.0)
+# What is tried, relative to the least C: with real samples in place of buckets, a little more can be better.
+_LIMITS = (1.0, 1.05, 1.1, 1.2, 1.4, 2.0)
 _MOST_NODES, _RELATIVE_GAP = 50, 0.02
 
 
@@ -137,12 +137,9 @@ def _solve(problem: Problem, samples: Sequence[int]) -> Wave | None:
     programme = _Programme(problem, _buckets(problem, samples))
     if (least_s := programme.least_limit_s()) is None:
         return None
-    for factor in _LIMITS:
-        solution = programme.solve(factor * least_s)
-        wave = None if solution is None else programme.wave(*solution)
-        if wave is not None:
-            return wave
-    return None
+    solutions = [programme.solve(factor * least_s) for factor in _LIMITS]
+    waves = [wave for solution in solutions if solution and (wave := programme.wave(*solution))]
+    return min(waves, key=lambda wave: max(map(problem.seconds, wave)), default=None)
 
 
 class _Programme:
@@ -173,11 +170,14 @@ class _Programme:
         self._counts = np.array([len(bucket.samples) for bucket in buckets])
 
     def least_limit_s(self) -> float | None:
-        """The least C that has a solution, by bisection; None where no C up to all work in a row has one."""
-        low = float((self._seconds + self._fixed_s[:, None]).min(axis=0).max())
-        high = low + float((self._seconds.min(axis=0) * self._counts).sum())
-        if self.solve(high) is None:
-            return None
+        """The least C that has a solution, by doubling and bisection; None where memory allows none."""
+        longest_s = float((self._seconds + self._fixed_s[:, None]).min(axis=0).max())
+        all_s = longest_s + float((self._seconds.min(axis=0) * self._counts).sum())
+        low = high = max(longest_s, all_s / self._problem.ranks)
+        while self.solve(high) is None:
+            if high >= all_s:
+                return None
+            low, high = high, 2 * high
         for _ in range(_BISECTIONS):
             middle = (low * high) ** 0.5
             if self.solve(middle) is None:
