@@ -42,10 +42,10 @@ def every_plan_is_valid_and_ordered(problem, mode):
         assert made["flexcp"].step_s <= max(others_s, CLOSE_ENOUGH * bound_s)
 
 
-def the_optimum_lies_between(problem):
+def the_optimum_lies_between(problem, mode):
     batch, cluster, cost = problem
-    made = plans(problem, "lockstep")
-    optimum = optimum_s(batch, cluster, cost, made["flexcp"].whole_below_tokens)
+    made = plans(problem, mode)
+    optimum = optimum_s(batch, cluster, cost, made["flexcp"].whole_below_tokens, mode)
     assert made["flexcp"].bound_s <= optimum * ROUNDING
     assert optimum <= made["flexcp"].step_s * ROUNDING
 
@@ -68,16 +68,16 @@ def test_bound_flexcp_others_in_this_order_and_all_valid_long(problem, mode):
 
 
 @SHORT
-@given(tiny())
-def test_bound_optimum_flexcp_in_this_order(problem):
-    the_optimum_lies_between(problem)
+@given(tiny(4), MODE)
+def test_bound_optimum_flexcp_in_this_order(problem, mode):
+    the_optimum_lies_between(problem, mode)
 
 
 @pytest.mark.slow
 @LONG
-@given(tiny())
-def test_bound_optimum_flexcp_in_this_order_long(problem):
-    the_optimum_lies_between(problem)
+@given(tiny(), MODE)
+def test_bound_optimum_flexcp_in_this_order_long(problem, mode):
+    the_optimum_lies_between(problem, mode)
 
 
 @SHORT
@@ -107,11 +107,11 @@ def test_planning_twice_gives_the_same_plan_and_json_keeps_it(problem, mode, pol
 
 @SHORT
 @given(problems(max_samples=12))
-def test_free_running_is_at_most_half_a_percent_slower_than_lockstep(problem):
+def test_free_running_is_no_slower_than_lockstep_or_close_to_the_bound(problem):
     batch, cluster, cost = problem
     lockstep = make_plan(batch, cluster, cost)
     free = make_plan(batch, cluster, cost, mode="free-running")
-    assert free.step_s <= lockstep.step_s * 1.005
+    assert free.step_s <= max(lockstep.step_s, 1.03 * free.bound_s) * ROUNDING
 
 
 @SHORT

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.strategies import clusters, samples, time_tables
 
@@ -52,6 +52,7 @@ def test_best_fit_takes_the_tightest_bin_and_opens_bins_of_the_least_degree():
     ]
 
 
+@settings(deadline=None)
 @given(samples(max_tokens=200), clusters(max_tokens=64), st.data())
 def test_a_pack_that_is_said_to_fit_fits_row_by_row(batch, cluster, data):
     whole_below = data.draw(st.integers(0, cluster.tokens_per_rank // 2))
@@ -61,6 +62,7 @@ def test_a_pack_that_is_said_to_fit_fits_row_by_row(batch, cluster, data):
         assert make_layout(batch, degree, whole_below).max_rows <= cluster.tokens_per_rank
 
 
+@settings(deadline=None)
 @given(samples(max_tokens=1000, min_size=1, max_size=1), clusters(max_tokens=64), st.data())
 def test_the_least_degree_of_one_sample_is_exact(batch, cluster, data):
     whole_below = data.draw(st.integers(0, cluster.tokens_per_rank // 2))
@@ -83,6 +85,7 @@ def slowest_s(table_s, degrees):
     return max(row[degree - 1] for row, degree in zip(table_s, degrees, strict=True))
 
 
+@settings(deadline=None)
 @given(time_tables())
 def test_threshold_and_dynamic_programme_agree_and_respect_the_ranks(table_s):
     by_threshold, by_programme = threshold(table_s), dynamic_programme(table_s)
@@ -121,6 +124,7 @@ def test_shelves_put_like_durations_together():
     assert [[pack.samples for pack in wave] for wave in waves] == [[(0,), (1,)], [(2,), (3,)]]
 
 
+@settings(deadline=None)
 @given(clusters(max_ranks=40), st.data())
 def test_groups_are_disjoint_ascending_and_stay_in_a_node_where_one_has_room(cluster, data):
     degrees, left = [], cluster.ranks

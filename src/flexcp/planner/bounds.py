@@ -38,7 +38,7 @@ def lower_bound_s(problem: Problem) -> float:
     if len(samples.index):
         floor_s = max(floor_s, float(samples.best_s.max()), _one_at_a_time_s(problem, samples))
     if problem.mode == "lockstep":
-        floor_s = max(floor_s, _waves_s(problem, samples))
+        floor_s = max(floor_s, _waves_s(problem, samples), _beside_longest_s(problem, samples))
     return _area_s(problem, samples, floor_s) / problem.cluster.top_speed
 
 
@@ -104,6 +104,37 @@ def _waves_s(problem: Problem, samples: LongSamples) -> float:
     return float(ends_s.max())
 
 
+def _beside_longest_s(problem: Problem, samples: LongSamples) -> float:
+    """Lockstep: the wave of the sample with the largest best time, and all others, for its best degree.
+
+    Let this sample, of work w, run at degree d; its wave lasts t >= T(d). In its own group fits no more work
+    than d·(t - c - (d - 1) r). On the other N - d ranks fit at most (N - d)·E tokens, so at most the work
+    M((N - d)·E) of the densest other samples, and at most (N - d)·(t - c). All other work, spread over N
+    ranks, is in other waves, of which there are at least W_0 - 1. So the step lasts at least
+
+        t + (R - d·(t - c - (d - 1) r) - min(M, (N - d)·(t - c)))⁺ / N + (W_0 - 1)·c.
+
+    This does not fall with t, as what fits grows by at most N per second. So t = T(d), and the least over all
+    d is a bound.
+    """
+    if not len(samples.index) or problem.cluster.speeds:
+        return 0.0
+    cluster, cost = problem.cluster, problem.cost
+    row = int(np.argmax(samples.best_s))
+    sample = int(samples.index[row])
+    degree = np.arange(int(samples.ladder.least[row]), cluster.ranks + 1)
+    times_s = cost.seconds(problem.columns[:, sample : sample + 1], degree, degree > cluster.ranks_per_node)
+    ring_step_s = cost.ring_step_s if cost.exchange == "ring" else 0.0
+    own_s = degree * (times_s - cost.pack_s) - degree * (degree - 1) * ring_step_s
+    tokens = (cluster.ranks - degree) * cluster.tokens_per_rank
+    beside_s = np.minimum(
+        _densest_work_s(problem, tokens, without=sample), (cluster.ranks - degree) * (times_s - cost.pack_s)
+    )
+    rest_s = np.maximum(0.0, problem.total_work_s - own_s - beside_s) / cluster.ranks
+    waves = max(1, -(-problem.tokens // cluster.capacity_tokens))
+    return float((times_s + rest_s).min()) + (waves - 1) * cost.pack_s
+
+
 def forced_lengths_s(problem: Problem, samples: LongSamples) -> Array:
     """B_1, B_2, … of `_waves_s`, as far as the long samples reach."""
     if not len(samples.index):
@@ -116,11 +147,12 @@ def forced_lengths_s(problem: Problem, samples: LongSamples) -> Array:
     return np.asarray(samples.best_s[order][first])
 
 
-def _densest_work_s(problem: Problem, tokens: Integers) -> Array:
+def _densest_work_s(problem: Problem, tokens: Integers, without: int | None = None) -> Array:
     """Most work that samples of so many tokens can hold, the last sample in part."""
-    counts = problem.counts
-    density = problem.work_s / counts[:, 0]
+    density = problem.work_s / problem.counts[:, 0]
     order = np.argsort(-density, kind="stable")
-    upto_tokens = np.append(0, np.cumsum(counts[order, 0]))
+    if without is not None:
+        order = order[order != without]
+    upto_tokens = np.append(0, np.cumsum(problem.counts[order, 0]))
     upto_s = np.append(0.0, np.cumsum(problem.work_s[order]))
     return np.asarray(np.interp(tokens, upto_tokens, upto_s))

@@ -6,7 +6,7 @@ The judge is independent of the planner: memory is counted row by row from the l
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -21,15 +21,18 @@ _RELATIVE = 1e-9
 def check(plan: Plan, cost: CostModel | None = None) -> tuple[str, ...]:
     """List every violation; empty means the plan can run.
 
-    With a cost model, the times of the tasks and the bound are compared with it too. Because all ranks
-    follow the one order of `plan.tasks`, a plan whose tasks have valid groups cannot deadlock.
+    With a cost model, the times of the tasks and the bound are compared with it too.
+
+    Waiting in a circle: ranks take their tasks in the order of `plan.tasks`, and `_replay` runs their queues
+    event by event until nothing can start. Memory: a rank runs one task at a time, since none may start
+    before its rank's last has ended, so the rows of each task on its fullest rank are the peak.
 
     Complexity: O(K + Σ samples · degree over tasks).
     """
     found = [*_samples(plan), *_groups(plan)]
     if found:
         return tuple(found)  # what follows relies on valid positions and ranks
-    found += [*_memory(plan), *_order(plan), *_times(plan)]
+    found += [*_memory(plan), *_order(plan), *_times(plan), *_replay(plan)]
     if cost is not None:
         found += _predictions(plan, cost)
     return tuple(found)
@@ -106,6 +109,27 @@ def _lockstep_times(plan: Plan) -> Iterator[str]:
             if task.start_s < _before(ended_s):
                 yield f"wave {task.wave} starts at {task.start_s} s, before earlier waves end at {ended_s} s"
         ended_s = max(ended_s, *(task.end_s for task in wave))
+
+
+def _replay(plan: Plan) -> Iterator[str]:
+    """Runs the queues of all ranks: a task starts when it heads the queue of each of its ranks."""
+    queues = {rank: deque(plan.tasks_of(rank)) for rank in range(plan.cluster.ranks)}
+    heading: Counter[int] = Counter(queue[0] for queue in queues.values() if queue)
+    ready = deque(k for k, count in heading.items() if count == plan.tasks[k].degree)
+    ended = 0
+    while ready:
+        number = ready.popleft()
+        ended += 1
+        for rank in plan.tasks[number].ranks:
+            queues[rank].popleft()
+            if queues[rank]:
+                following = queues[rank][0]
+                heading[following] += 1
+                if heading[following] == plan.tasks[following].degree:
+                    ready.append(following)
+    if ended < len(plan.tasks):
+        stuck = sorted({queue[0] for queue in queues.values() if queue})
+        yield f"tasks {stuck} wait for each other"
 
 
 def _predictions(plan: Plan, cost: CostModel) -> Iterator[str]:

@@ -1,15 +1,17 @@
-"""The true lockstep optimum on tiny inputs, by trying everything; a yardstick for tests, not a policy."""
+"""The true optimum on tiny inputs, by trying everything; a yardstick for tests, not a policy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import combinations
 
 import numpy as np
 
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import ConfigError
 from flexcp.core.layout import make_layout
+from flexcp.core.plan import Mode
 from flexcp.core.sample import Sample
 from flexcp.cost.model import CostModel, Load
 from flexcp.planner.allocation import dynamic_programme
@@ -17,8 +19,14 @@ from flexcp.planner.allocation import dynamic_programme
 MAX_SAMPLES, MAX_RANKS = 5, 4
 
 
-def optimum_s(samples: Sequence[Sample], cluster: Cluster, cost: CostModel, whole_below_tokens: int) -> float:
-    """Least makespan over all packings, wave splits and degrees; groups inside nodes where they can be.
+def optimum_s(
+    samples: Sequence[Sample],
+    cluster: Cluster,
+    cost: CostModel,
+    whole_below_tokens: int,
+    mode: Mode = "lockstep",
+) -> float:
+    """Least makespan over all packings, degrees, and wave splits or orders; groups inside nodes if they can.
 
     Memory is judged by the layout itself. Infinite if no plan exists. Complexity: exponential.
 
@@ -45,7 +53,33 @@ def optimum_s(samples: Sequence[Sample], cluster: Cluster, cost: CostModel, whol
     def wave_s(members: tuple[int, ...]) -> float:
         return min(_makespan_s([pack_table(pack) for pack in packs]) for packs in _partitions(members))
 
+    if mode == "free-running":
+        packings = _partitions(tuple(range(len(samples))))
+        return min(
+            _queue_s([pack_table(pack) for pack in packs], (0.0,) * cluster.ranks, np.inf)
+            for packs in packings
+        )
     return min(sum(wave_s(wave) for wave in waves) for waves in _partitions(tuple(range(len(samples)))))
+
+
+def _queue_s(
+    tables: list[np.ndarray[tuple[int], np.dtype[np.float64]]], free_s: tuple[float, ...], best_s: float
+) -> float:
+    """Least end over all orders of packs, degrees and choices of ranks; `free_s` ascends.
+
+    Some optimal schedule starts every pack as early as its ranks allow, in order of starts.
+    """
+    if not tables:
+        return max(free_s)
+    for number, table in enumerate(tables):
+        others = tables[:number] + tables[number + 1 :]
+        for degree in range(1, len(free_s) + 1):
+            for ranks in combinations(range(len(free_s)), degree):
+                end_s = free_s[ranks[-1]] + float(table[degree - 1])
+                if max(end_s, free_s[-1]) < best_s:
+                    kept = [s for rank, s in enumerate(free_s) if rank not in ranks]
+                    best_s = min(best_s, _queue_s(others, tuple(sorted([*kept, *[end_s] * degree])), best_s))
+    return best_s
 
 
 def _makespan_s(tables: list[np.ndarray[tuple[int], np.dtype[np.float64]]]) -> float:

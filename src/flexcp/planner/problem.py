@@ -66,7 +66,7 @@ class Problem:
         for position, sample in enumerate(samples):
             if sample.spans:
                 pairs[position] = sample.attended_pairs
-        order = np.lexsort(([sample.id for sample in samples], -pairs, -tokens))
+        order = np.lexsort((np.array([sample.id for sample in samples]), -pairs, -tokens))
         tokens, pairs = tokens[order], pairs[order]
         cut = tokens >= whole_below_tokens
         columns = (tokens, pairs, np.ones_like(tokens), tokens * cut, cut, tokens * ~cut)
@@ -146,10 +146,9 @@ class Problem:
         positions = tuple(samples)
         if len(positions) == 1:
             return Pack(positions, Load(*self.rows[positions[0]]), degree, ranks)
-        columns = tuple(zip(*[self.rows[position] for position in positions], strict=True))
-        tokens, pairs, samples, cut_tokens, cut_samples = map(sum, columns[:5])
-        load = Load(tokens, pairs, samples, cut_tokens, cut_samples, max(columns[5]))
-        return Pack(positions, load, degree, ranks)
+        columns = list(zip(*[self.rows[position] for position in positions], strict=True))
+        totals = [sum(column) for column in columns[:-1]] + [max(columns[-1])]
+        return Pack(positions, Load(*totals), degree, ranks)
 
     def seconds(self, pack: Pack) -> float:
         """Seconds of a pack, taken to lie inside a node where it can, on ranks of full speed."""

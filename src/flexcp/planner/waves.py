@@ -23,11 +23,13 @@ from flexcp.planner.problem import Array, Assignment, Pack, Problem, Wave
 # Wave counts looked at from the first that works, shapes looked at closely, and shapes made exact.
 _WAVE_COUNTS = 8
 _CLOSE_LOOKS = 2
-_EXACT = 4
+_EXACT = 3
 # Targets tried, relative to the one at which rank-time is used up exactly.
 _FACTORS = (0.94, 0.97, 1.03, 1.08, 1.15)
 _SLACKS = (1.15, 1.0, 1.05, 1.3, 1.5)
 _BISECTIONS = 16
+_SWEEPS = 6
+_SWEEP_SLACKS = (1.02, 1.06, 1.15)
 
 
 class _Shape(NamedTuple):
@@ -80,7 +82,95 @@ def search(problem: Problem) -> list[Assignment]:
     leaders = look(_Shape(waves) for waves in range(count, last))[:_CLOSE_LOOKS]
     leaders = look(shape._replace(slack=slack) for shape in leaders for slack in _SLACKS)[:_CLOSE_LOOKS]
     leaders = look(shape._replace(factor=factor) for shape in leaders for factor in _FACTORS)
-    return [_exact(problem, made[shape][1]) for shape in leaders[:_EXACT]]
+    packed = [made[shape][1] for shape in leaders[:_EXACT]]
+    swept = [
+        slots
+        for waves in (count, count + 1)
+        for slack in _SWEEP_SLACKS
+        if (slots := _densest_first(problem, samples, waves, slack))
+    ]
+    packed += sorted(swept, key=_makespan_s)[:_EXACT]
+    return [_exact(problem, slots) for slots in packed]
+
+
+def _densest_first(
+    problem: Problem, samples: LongSamples, num_waves: int, slack: float
+) -> list[_Slot] | None:
+    """Slots at the least target that suffices for so many waves, by bisection; see `_sweep`."""
+    low = problem.total_work_s / problem.ranks / num_waves / 2
+    high = 4 * low + problem.cost.pack_s
+    found = None
+    for _ in range(_SWEEPS):
+        middle = (low + high) / 2
+        slots = _sweep(problem, samples, num_waves, middle, slack)
+        if slots is None:
+            low = middle
+        else:
+            found, high = slots, middle
+    return found
+
+
+def _sweep(
+    problem: Problem, samples: LongSamples, num_waves: int, target_s: float, slack: float
+) -> list[_Slot] | None:
+    """Fill one wave after the other, longest samples first; None if some are left.
+
+    A wave lasts as long as the longest sample left needs, at least the target. Samples take the least degree
+    that meets this time, so long waves hold the densest samples on few ranks; what has no place waits.
+
+    Complexity: O(waves · K).
+    """
+    rows, work_s = problem.rows, problem.work_s.tolist()
+    capacity, pack_s = problem.cluster.tokens_per_rank, problem.cost.pack_s
+    near_s = slack * samples.best_s
+    left: list[int] = list(range(problem.size))
+    place = {sample: row for row, sample in enumerate(samples.index.tolist())}
+    made: list[_Slot] = []
+    for wave in range(num_waves):
+        heads = [place[sample] for sample in left[:8] if sample in place]
+        end_s = max([target_s, *near_s[heads].tolist()])
+        degrees = samples.ladder.degrees(np.maximum(end_s, samples.best_s))
+        times_s = samples.ladder.times_s(degrees).tolist()
+        wide = degrees.tolist()
+        free, later = problem.ranks, []
+        open_slots: list[tuple[float, int]] = []  # least filled first
+        for sample in left:
+            tokens, row = rows[sample][0], place.get(sample, -1)
+            if row >= 0 and wide[row] > 1:
+                if wide[row] <= free and times_s[row] <= end_s * (1 + 1e-9):
+                    free -= wide[row]
+                    room = room_tokens(problem, wide[row]) - tokens
+                    made.append(_Slot(wave, wide[row], times_s[row], room, [sample]))
+                    heapq.heappush(open_slots, (times_s[row], len(made) - 1))
+                else:
+                    later.append(sample)
+                continue
+            seconds = work_s[sample]
+            if free and pack_s + seconds <= end_s:
+                free -= 1
+                made.append(_Slot(wave, 1, pack_s + seconds, capacity - tokens, [sample]))
+                heapq.heappush(open_slots, (pack_s + seconds, len(made) - 1))
+                continue
+            skipped = []
+            while open_slots and open_slots[0][0] < end_s:
+                slot = made[open_slots[0][1]]
+                if slot.room >= tokens and slot.filled_s + seconds / slot.degree <= end_s:
+                    break
+                skipped.append(heapq.heappop(open_slots))
+            if open_slots and open_slots[0][0] < end_s:
+                slot = made[open_slots[0][1]]
+                slot.samples.append(sample)
+                slot.room -= tokens
+                slot.filled_s += seconds / slot.degree
+                heapq.heapreplace(open_slots, (slot.filled_s, open_slots[0][1]))
+            else:
+                later.append(sample)
+            for entry in skipped:
+                heapq.heappush(open_slots, entry)
+        left = later
+        if not left:
+            return made
+    return None
 
 
 def _makespan_s(slots: list[_Slot]) -> float:

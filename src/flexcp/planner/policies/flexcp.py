@@ -17,6 +17,8 @@ from flexcp.planner.waves import search
 
 # No more is tried once a plan is within this factor of the bound.
 CLOSE_ENOUGH = 1.005
+# Beyond this a free-running step is also sought among lockstep plans, run without their barriers.
+_FAR = 1.03
 # Free-running: the longest that one long sample may run, as shares of the bound of the step.
 _SHARES = (1.0, 0.5, 0.25, 0.12)
 # Where the bound itself cannot be met, shares above 1: part of the way to the best step found.
@@ -31,11 +33,12 @@ def assign(problem: Problem) -> Assignment:
     goal_s = CLOSE_ENOUGH * lower_bound_s(problem)
     candidates: list[Assignment] = []
     if problem.mode == "free-running":
-        made = _list_schedules(problem, goal_s)
+        made = list_schedules(problem, goal_s)
         candidates.append(in_waves(problem, made))
         if made.step_s <= goal_s:
             return candidates[0]
-    candidates += search(problem)
+    if not candidates or made.step_s > _FAR * lower_bound_s(problem):
+        candidates += search(problem)
     best = min(candidates, key=lambda candidate: _step_s(problem, candidate))
     if _step_s(problem, best) <= goal_s:
         return best
@@ -46,7 +49,7 @@ def _step_s(problem: Problem, assignment: Assignment) -> float:
     return makespan_s(schedule(problem, assignment))
 
 
-def _list_schedules(problem: Problem, goal_s: float) -> ListSchedule:
+def list_schedules(problem: Problem, goal_s: float) -> ListSchedule:
     """The best list schedule; the first that is close enough.
 
     First rings stay inside nodes where they fit. Where that leaves too much idle, any ranks may form a ring,
