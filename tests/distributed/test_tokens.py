@@ -35,6 +35,9 @@ class FixedPlanner:
             for wave, (pack, group) in enumerate(tasks)
         )
 
+    def __repr__(self) -> str:  # the engine compares planners across ranks
+        return f"FixedPlanner({self.cluster}, {self._whole_below}, {self._tasks})"
+
     def __call__(self, samples: Sequence[Sample]) -> Plan:
         order = sorted(range(len(samples)), key=lambda position: samples[position].id)
         tasks = tuple(
@@ -102,7 +105,7 @@ def check_gradients(by_rank: Sequence[tuple[float, int, Grads]], dataset: Any, b
 
 
 def steps_in_fp32(world: Any) -> dict[str, Any]:
-    """On four ranks: labels on one rank only, and recomputed activations."""
+    """On four ranks: labels on one rank only, recomputed activations, and ranks 1 and 3 without any task."""
     from flexcp.integrations.transformers import blocks_of, enable
     from flexcp.runtime.sharding import shard
 
@@ -116,18 +119,29 @@ def steps_in_fp32(world: Any) -> dict[str, Any]:
     planner = FixedPlanner(4, ([0, 1, 2], [3, 0, 1]), ([3, 4], [2]), ([5], [1, 2]))
     with enable(model):
         found["checkpointing"] = one_step(model, planner, ListDataset(PACKS[0]))
+    for kind in ("ddp", "fsdp2"):
+        model = tiny_model()
+        model = shard(model, kind, blocks=blocks_of(model))
+        with enable(model):
+            idle = FixedPlanner(4, (range(6), [2, 0]))
+            found[f"idle, {kind}"] = one_step(model, idle, ListDataset(PACKS[0]))
     return found
 
 
-def test_masked_ranks_and_recomputation() -> None:
-    """D01: three of four ranks have nothing to learn from. And the ring runs again inside backward."""
+def test_masked_ranks_recomputation_and_idle_ranks() -> None:
+    """D01: three of four ranks have nothing to learn from. D30: two have no task in the whole step.
+
+    And the ring runs again inside backward when activations are recomputed.
+    """
     by_rank = run_ranks(steps_in_fp32, 4, deadline_s=110)
 
     masked = [found["first eighth"] for found in by_rank]
     assert [supervised for _, supervised, _ in masked] == [19, 0, 0, 0]
     assert [share > 0 for share, _, _ in masked] == [True, False, False, False]
     check_gradients(masked, FirstEighth(), 1e-5)
-    check_gradients([found["checkpointing"] for found in by_rank], ListDataset(PACKS[0]), 1e-5)
+    for name in ("checkpointing", "idle, ddp", "idle, fsdp2"):
+        check_gradients([found[name] for found in by_rank], ListDataset(PACKS[0]), 1e-5)
+    assert [by_rank[rank]["idle, ddp"][:2] for rank in (1, 3)] == [(0.0, 0), (0.0, 0)]
 
 
 def log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:

@@ -44,7 +44,11 @@ def test_a_run_reads_back_from_what_is_written_beside_it(run_file: Any) -> None:
         ("[run]\nstpes = 3\n", "unknown key 'run.stpes'", "Did you mean 'run.steps'? Known: run."),
         ("[paralel]\nnproc = 3\n", "unknown key 'paralel'", "Did you mean 'parallel'? Known: data, model,"),
         ("steps = 3\n", "unknown key 'steps'", "Known: data, model, optimizer, parallel, run."),
-        ('[parallel]\npolicy = "flexcpp"\n', "unknown policy 'flexcpp'", "Did you mean 'flexcp'? Known: flexcp,"),
+        (
+            '[parallel]\npolicy = "flexcpp"\n',
+            "unknown policy 'flexcpp'",
+            "Did you mean 'flexcp'? Known: flexcp,",
+        ),
         ('[parallel]\nhardware = "h10"\n', "unknown hardware 'h10'", "Did you mean 'h100'?"),
     ],
 )
