@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 ROOT = Path(__file__).parents[1]
 LENGTHS = "tests/data/python_source_lengths_qwen.json"
@@ -79,7 +80,9 @@ def options() -> None:
     for name, section in TrainConfig.model_fields.items():
         for key, field in section.annotation.model_fields.items():
             default = "" if field.default is None else f"`{field.default}`"
-            rows.append(f"| `{name}.{key}` | {default} | {field.description or ''} |")
+            choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+            told = [field.description or "", " \\| ".join(f"`{choice}`" for choice in choices)]
+            rows.append(f"| `{name}.{key}` | {default} | {': '.join(part for part in told if part)} |")
     block = "\n".join(["<!-- options -->", *rows, "<!-- /options -->"])
     page = ROOT / "docs/training.md"
     text = page.read_text(encoding="utf-8")

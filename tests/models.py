@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 VOCAB = 97
 
-_CONFIGS = {"qwen3": Qwen3Config, "llama": LlamaConfig}
+_CONFIGS = {"qwen3": Qwen3Config, "llama": LlamaConfig, "qwen2": Qwen2Config, "mistral": MistralConfig}
 
 
 def tiny_model(family: str = "qwen3", dtype: torch.dtype = torch.float32, layers: int = 2) -> Any:
@@ -27,6 +27,7 @@ def tiny_model(family: str = "qwen3", dtype: torch.dtype = torch.float32, layers
         head_dim=8,
         max_position_embeddings=4096,
         tie_word_embeddings=False,
+        sliding_window=None,
     )
     torch.manual_seed(7)
     return AutoModelForCausalLM.from_config(config).to(dtype).train()

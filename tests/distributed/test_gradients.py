@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -74,14 +75,19 @@ def one_step(model: Any, planner: Any) -> tuple[float, dict[str, torch.Tensor], 
 
 
 def steps_of_many_plans(
-    world: Any, kinds: Sequence[str], family: str, dtype: torch.dtype, seeds: Sequence[int], whole: int
+    world: Any,
+    kinds: Sequence[str],
+    families: Sequence[str],
+    dtype: torch.dtype,
+    seeds: Sequence[int],
+    whole: int,
 ) -> list[Any]:
     """One step for every way to hold parameters and every seed, each seed another plan."""
     from flexcp.integrations.transformers import blocks_of, enable
     from flexcp.runtime.sharding import shard
 
     results = []
-    for kind in kinds:
+    for family, kind in product(families, kinds):
         model: Any = tiny_model(family, dtype)
         if kind != "plain":
             model = shard(model, kind, blocks=blocks_of(model))
@@ -90,24 +96,36 @@ def steps_of_many_plans(
     return results
 
 
+def reference(family: str, dtype: torch.dtype) -> tuple[float, dict[str, Any]]:
+    """Loss and gradients of one process, sample by sample."""
+    model = tiny_model(family, dtype)
+    loss = reference_step(model, ListDataset(LENGTHS), range(len(LENGTHS)))
+    return loss, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
 def check_against_one_process(
-    kinds: Sequence[str], nproc: int, seeds: Sequence[int], family: str, dtype: torch.dtype, whole: int
+    kinds: Sequence[str],
+    nproc: int,
+    seeds: Sequence[int],
+    families: Sequence[str],
+    dtype: torch.dtype,
+    whole: int,
 ) -> set[int]:
     """Hold loss and every gradient, of every plan, on every rank; returns the degrees that occurred."""
     budget_s = 60.0 + 4.0 * len(seeds)
-    by_rank = run_ranks(steps_of_many_plans, nproc, kinds, family, dtype, seeds, whole, deadline_s=budget_s)
-    model = tiny_model(family, dtype)
-    expected_loss = reference_step(model, ListDataset(LENGTHS), range(len(LENGTHS)))
-    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    by_rank = run_ranks(steps_of_many_plans, nproc, kinds, families, dtype, seeds, whole, deadline_s=budget_s)
     degrees: set[int] = set()
-    for i, (kind, seed) in enumerate((kind, seed) for kind in kinds for seed in seeds):
+    references = {family: reference(family, dtype) for family in families}
+    for i, (family, kind, seed) in enumerate(product(families, kinds, seeds)):
+        what = f"{family}, {kind}, plan {seed}"
+        expected_loss, expected = references[family]
         loss = sum(results[i][0] for results in by_rank)
-        assert loss == pytest.approx(expected_loss, rel=TOLERANCE[dtype]), f"{kind}, loss of plan {seed}"
+        assert loss == pytest.approx(expected_loss, rel=TOLERANCE[dtype]), what
         for rank, results in enumerate(by_rank):
             assert results[i][1].keys() == expected.keys()
             for name, grad in results[i][1].items():
                 error = relative_error(grad, expected[name])
-                assert error <= TOLERANCE[dtype], f"{kind}, plan {seed}, rank {rank}, {name}: {error:.1e}"
+                assert error <= TOLERANCE[dtype], f"{what}, rank {rank}, {name}: {error:.1e}"
         degrees |= by_rank[0][i][2].keys()
     return degrees
 
@@ -115,14 +133,15 @@ def check_against_one_process(
 @pytest.mark.parametrize("nproc", [3, 4])
 def test_gradients_equal_one_process(nproc: int) -> None:
     """D02, D03, D05, D06, D07, D10: random plans, degrees 1..N mixed and changing, in fp32."""
-    degrees = check_against_one_process(["ddp", "fsdp2"], nproc, range(8), "qwen3", torch.float32, whole=0)
+    degrees = check_against_one_process(["ddp", "fsdp2"], nproc, range(8), ["qwen3"], torch.float32, whole=0)
 
     assert degrees == set(range(1, nproc + 1))
 
 
-def test_llama_whole_samples_and_fp64() -> None:
-    """Another family, samples below 16 tokens kept whole, and errors at the level of fp64 rounding."""
-    degrees = check_against_one_process(["plain"], 3, range(100, 104), "llama", torch.float64, whole=16)
+def test_other_families_whole_samples_and_fp64() -> None:
+    """Every supported family; samples below 16 tokens kept whole; errors at the level of fp64 rounding."""
+    families = ["llama", "mistral", "qwen2"]
+    degrees = check_against_one_process(["plain"], 3, range(100, 103), families, torch.float64, whole=16)
 
     assert degrees == {1, 2, 3}
 
@@ -132,6 +151,6 @@ def test_llama_whole_samples_and_fp64() -> None:
 @pytest.mark.parametrize("whole", [0, 24])
 def test_gradients_of_thirty_plans(whole: int) -> None:
     """Thirty random plans on four ranks."""
-    degrees = check_against_one_process(["ddp", "fsdp2"], 4, range(30), "qwen3", torch.float32, whole)
+    degrees = check_against_one_process(["ddp", "fsdp2"], 4, range(30), ["qwen3"], torch.float32, whole)
 
     assert degrees == {1, 2, 3, 4}

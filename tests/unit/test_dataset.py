@@ -71,7 +71,7 @@ def test_a_long_sample_is_an_error_unless_told_otherwise(data):
         open_dataset(data, max_tokens=99)
     assert str(caught.value) == (
         "3.txt has 1000 tokens, more than 99, and so have 2 of 6 documents in all\n"
-        "Raise max_tokens, or leave such documents out with too_long='skip'."
+        "Raise max_tokens, or leave such documents out with too_long = 'skip'."
     )
     assert open_dataset(data, max_tokens=1000).lengths.max() == 1000
 

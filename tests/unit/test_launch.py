@@ -96,12 +96,10 @@ def lose_a_peer_in_silence(world: Any) -> None:
 
 
 def test_a_rank_that_leaves_with_exit_code_0_is_missed() -> None:
-    with pytest.raises(
-        RankFailedError, match="rank 0 lost another rank during the gradient reduction"
-    ) as caught:
+    with pytest.raises(RankFailedError, match=r"rank 1 on .* exited with code 0") as caught:
         launch(lose_a_peer_in_silence, 2, deadline_s=60)
 
-    assert caught.value.remedy == "Another rank has ended or stalled; its own output says why."
+    assert caught.value.remedy == "Its output is above."
 
 
 def sleep_on_one(world: Any) -> str:

@@ -77,7 +77,7 @@ def test_every_form_gives_the_same_lengths(tmp_path, name, content, column):
         ("a.json", "[]", None, " holds no lengths"),
         ("a.json", "[3,\n4", None, ", line 2: not JSON (Expecting ',' delimiter)"),
         ("a.json", '{"a": [3]}', None, " holds a JSON object, not a list"),
-        ("a.json", "[" * 100_000, None, ": JSON nested too deep"),
+        ("a.json", "[" * 100_000, None, ": JSON nested too deep, or a number too long"),
         ("a.json", '[{"a": 1, "b": 2}]', None, ", entry 0: which column holds the lengths? There are: a, b"),
         ("a.json", "[3]", "n", " holds plain numbers and has no column 'n'"),
         ("a.jsonl", "3\n\n4 5\n", None, ", line 3: not JSON: 4 5"),
@@ -209,3 +209,27 @@ def test_real_files(name, column, count, total, longest):
     assert len(lengths) == count
     assert lengths.max() == longest
     assert total is None or lengths.sum() == total
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.json", "[5, " + "9" * 5000 + "]", "a.json: "),
+        ("a.jsonl", "5\n" + "9" * 5000 + "\n", "a.jsonl, line 2: not JSON"),
+        ("a.csv", "\ufeff", "a.csv is empty"),
+    ],
+)
+def test_odd_files_are_a_sentence_too(tmp_path, name, content, words):
+    """Numbers of thousands of digits, and a byte-order mark with nothing behind it."""
+    path = tmp_path / name
+    path.write_text(content, encoding="utf-8")
+
+    with pytest.raises(LengthsError) as caught:
+        read_lengths(path)
+    assert words in caught.value.cause
+
+
+def test_a_name_too_long_for_the_file_system_is_a_sentence(tmp_path):
+    """The error of the system, not a traceback."""
+    with pytest.raises(LengthsError, match="cannot be read"):
+        read_lengths(tmp_path / ("a" * 300 + ".json"))

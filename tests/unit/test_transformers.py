@@ -20,6 +20,7 @@ from flexcp.core.model_shape import ModelShape
 from flexcp.core.plan import Plan, Task
 from flexcp.core.sample import Sample
 from flexcp.integrations.transformers import blocks_of, enable, shape_of
+from flexcp.integrations.transformers.config import check_supported
 from flexcp.runtime.batches import make_micro_batch
 from flexcp.runtime.transport import Transport
 
@@ -100,8 +101,8 @@ def test_only_models_of_transformers_are_taken() -> None:
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1", "Set attention_dropout to 0."),
         (
             {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-            "some layers use a sliding window",
-            "Set use_sliding_window to false, or train without FlexCP.",
+            "some layers are not full attention (sliding_attention)",
+            "Set use_sliding_window to false or sliding_window to null, or train without FlexCP.",
         ),
     ],
 )
@@ -242,3 +243,15 @@ def test_the_model_of_a_run_comes_from_its_config(tmp_path: Path) -> None:
         model_config(section, 301, 64)
     with pytest.raises(ConfigError, match=r"model\.config .*nowhere.*\nGive a folder with a config\.json\."):
         model_config(ModelSection(config=tmp_path / "nowhere"), 257, 64)
+
+
+@pytest.mark.parametrize(
+    "family", ["lfm2", "qwen3_next", "falcon_h1", "llama4_text", "jamba", "gpt2", "gemma3"]
+)
+def test_models_not_shown_to_be_exact_are_refused(family: str) -> None:
+    """Hybrids mix tokens outside of attention: their gradients would be wrong and the loss hardly show it."""
+    config = type("Config", (), {"model_type": family})()
+
+    with pytest.raises(UnsupportedError, match=f"models of type '{family}' have not been shown") as caught:
+        check_supported(config)
+    assert "Supported: llama, mistral, qwen2, qwen3." in caught.value.remedy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated
 
@@ -23,12 +24,25 @@ def train(
 
     Started plainly it spawns the ranks of one machine; started by torchrun it is one of many.
     """
-    try:
-        from flexcp.runtime.launch import launch
-        from flexcp.train.config import load_config
-        from flexcp.train.trainer import train as run_rank
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(error.name or "torch", "train") from error
+    for module in ("torch", "transformers", "tensorboard"):
+        if not _is_installed(module):
+            raise MissingExtraError(module, "train")
+    # The file first: torch takes seconds to import, and a typing error should not wait for it.
+    from flexcp.train.config import load_config
+
     overrides = [*(set_ or ()), *([f"parallel.nproc={nproc}"] if nproc else [])]
     settings = load_config(config, overrides)
+    from flexcp.runtime.launch import launch
+    from flexcp.train.trainer import checkpoint_to_resume
+    from flexcp.train.trainer import train as run_rank
+
+    checkpoint_to_resume(settings.run.folder, resume)
     launch(run_rank, settings.parallel.nproc, (settings, resume, quiet), timeout_s=settings.run.timeout_s)
+
+
+def _is_installed(module: str) -> bool:
+    """Without importing it: torch alone takes seconds."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

@@ -121,13 +121,13 @@ def write_lengths(path: str | Path, lengths: Sequence[int] | Lengths) -> None:
 
 
 def _read(path: Path) -> bytes:
-    if path.is_dir():
+    try:
+        data = path.read_bytes()
+    except IsADirectoryError:
         raise LengthsError(
             f"{path} is a folder, not a length file",
             f"Count the tokens of its documents first: flexcp lengths {path} --out lengths.json",
-        )
-    try:
-        data = path.read_bytes()
+        ) from None
     except FileNotFoundError:
         near = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         close = difflib.get_close_matches(path.name, near, n=1)
@@ -177,8 +177,8 @@ def _read_json(path: Path, text: str, column: str | None) -> _Entries:
             f"{path}, line {error.lineno}: not JSON ({error.msg})",
             "A .json file holds one list; name a file with one value a line .jsonl.",
         ) from None
-    except RecursionError:
-        raise LengthsError(f"{path}: JSON nested too deep", "Give a list of whole numbers.") from None
+    except (RecursionError, ValueError):
+        raise LengthsError(f"{path}: JSON nested too deep, or a number too long", "Give a list.") from None
     if not isinstance(body, list):
         raise LengthsError(f"{path} holds a JSON {_kind(body)}, not a list", "Give a list of whole numbers.")
     return _take(path, body, _entry, column)
@@ -189,7 +189,7 @@ def _read_json_lines(path: Path, text: str, column: str | None) -> _Entries:
     try:
         # One parse of the joined lines is several times faster than one parse a line.
         values = json.loads("[" + ",".join(lines.texts) + "]")
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         values = []
     if len(values) != len(lines.texts):
         values = [_parse_line(path, lines.where(i), line) for i, line in enumerate(lines.texts)]
@@ -199,7 +199,7 @@ def _read_json_lines(path: Path, text: str, column: str | None) -> _Entries:
 def _parse_line(path: Path, where: str, line: str) -> object:
     try:
         return json.loads(line)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         raise LengthsError(
             f"{path}, {where}: not JSON: {_show(line)}", "Give one number or one object a line."
         ) from None
@@ -238,7 +238,8 @@ def _read_table(path: Path, text: str, delimiter: str, column: str | None) -> _E
 
     try:
         _, body = rows()
-        header = next(body)
+        if not (header := next(body, [])):
+            raise LengthsError(f"{path} is empty", "Give at least one length.")
         has_header = not all(_is_number(cell) for cell in header)
         skipped = int(has_header)
         if has_header:

@@ -96,7 +96,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
             f"{path} does not fit this model: {_cause(error)}",
-            "Resume with the config it was made with.",
+            "Resume with the config it was made with, or remove it to resume from an older one.",
         ) from error
     set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
 
@@ -105,13 +105,14 @@ def read_state(path: Path) -> dict[str, Any]:
     """The JSON part of a checkpoint."""
     try:
         state: dict[str, Any] = json.loads((path / _STATE).read_text())
-    except (OSError, ValueError) as error:
+        schema, _ = state["schema"], int(state["step"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(
             f"{path} is not a FlexCP checkpoint ({error})", "Resume from another one."
         ) from error
-    if state.get("schema") != _SCHEMA:
+    if schema != _SCHEMA:
         raise CheckpointError(
-            f"{path} has schema {state.get('schema')!r}; this version reads {_SCHEMA!r}",
+            f"{path} has schema {schema!r}; this version reads {_SCHEMA!r}",
             "Resume with the version of FlexCP that wrote it.",
         )
     return state

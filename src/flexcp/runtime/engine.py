@@ -31,6 +31,7 @@ from flexcp.core.trace import Span, TraceWriter
 from flexcp.planner import Planner
 from flexcp.runtime.batches import Dataset, MicroBatch, load_examples, make_micro_batch, sample_name
 from flexcp.runtime.collectives import all_gather_rows, first_difference, peers_in_reach
+from flexcp.runtime.launch import DEFAULT_TIMEOUT_S
 from flexcp.runtime.order import batch_indices
 from flexcp.runtime.planning import PlanFeed, PlannedStep, meet
 from flexcp.runtime.sharding import sharding_of
@@ -58,6 +59,7 @@ class Engine:
         clip_norm: largest global gradient norm; None leaves gradients alone.
         on_step_end: called after each optimizer step (a learning-rate schedule's `step`).
         trace: where this rank's spans go.
+        timeout_s: a ring message may wait this long for its peer.
 
     Attributes:
         next_step: index of the step that comes next; what a checkpoint must remember.
@@ -81,8 +83,10 @@ class Engine:
         clip_norm: float | None = None,
         on_step_end: Callable[[], object] | None = None,
         trace: TraceWriter | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         _check(planner, dataset, global_batch)
+        _check_optimizer(model, optimizer)
         self.model = model
         self.optimizer = optimizer
         self.planner = planner
@@ -96,7 +100,7 @@ class Engine:
         self.device = next(model.parameters()).device
         self.sharding = sharding_of(model)
         _check_agreement(self)
-        self._transport = Transport()
+        self._transport = Transport(timeout_s)
         self._origin_s = time.perf_counter()
         self._on_step_end = on_step_end
         self._trace = trace
@@ -165,7 +169,7 @@ class Engine:
             DataError: a sample cannot be read, or none has a supervised token.
         """
         self._check_between_steps("an evaluation")
-        _check(self.planner, dataset, self.global_batch)
+        self.check(dataset)
         forward = forward or self._forward
         feed = PlanFeed(self.planner)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -193,6 +197,15 @@ class Engine:
                 "no sample of the evaluation data has a supervised token", "Check the labels of these data."
             )
         return float(all_gather_rows(total[None], "evaluation").sum()) / supervised
+
+    def check(self, dataset: Dataset) -> None:
+        """Whether every sample of another data set fits, so that a later evaluation will not fail.
+
+        Raises:
+            SampleTooLongError: the longest does not.
+            DataError: there is none.
+        """
+        _check(self.planner, dataset, self.global_batch)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside weights and optimizer; JSON."""
@@ -310,13 +323,24 @@ def _check(planner: Planner, dataset: Dataset, global_batch: int) -> None:
         )
 
 
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Sharding replaces parameters: an optimizer made before it would step tensors that nobody trains."""
+    own = {id(parameter) for parameter in model.parameters()}
+    if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigError(
+            "the optimizer holds parameters that are not the model's",
+            "Make the optimizer after flexcp.shard(model, …).",
+        )
+
+
 def _check_agreement(engine: Engine) -> None:
     """Every rank must run the same code on the same data in the same way, or no plan fits all."""
     lengths = np.ascontiguousarray(engine.dataset.lengths, dtype="<i8")
     values = {
         "version of torch": str(torch.__version__),
         "version of numpy": version("numpy"),
-        "planner": repr(engine.planner),
+        # A planner of the user's own may print its address.
+        "planner": repr(engine.planner if isinstance(engine.planner, Planner) else engine.planner.cluster),
         "lengths of the data set": hashlib.sha256(lengths.tobytes()).hexdigest(),
         "global_batch": str(engine.global_batch),
         "number of steps": str(engine.steps),

@@ -206,7 +206,7 @@ class _Rank:
     def failed(self) -> bool:
         if self.result is None:
             # Ranks that are still alive are ended by us, which is not their failure.
-            return self.process.exitcode not in (None, 0) and not self.ended_by_us
+            return self.process.exitcode is not None and not self.ended_by_us
         return bool(self.result.trace)
 
     ended_by_us = False
@@ -223,7 +223,7 @@ class _Rank:
         if self.result is not None and self.result.error is not None:
             return self.result.error
         where = f"rank {self.index} on {socket.gethostname()}"
-        logs = f"Its output is in {log_dir}." if log_dir else ""
+        logs = f"Its output is in {log_dir}." if log_dir else "Its output is above."
         if self.result is not None:
             return RankFailedError(f"{where} raised:\n{self.result.trace}", logs)
         code = self.process.exitcode or 0

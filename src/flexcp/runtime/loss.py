@@ -6,6 +6,7 @@ factor of degree, CP or DP.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -37,9 +38,9 @@ def token_loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
         logits: [..., T, V] of this rank's rows.
         targets: [T], already shifted; rows with -100 add nothing.
 
-    Widened to fp32 chunk by chunk. The gradient is computed beside the loss and kept in the dtype of the
-    logits, so nothing of size [T, V] is ever held in fp32. Without a target the sum is an exact zero that
-    still has a gradient path: the rank's backward runs and its ring neighbours are served.
+    Widened to fp32 chunk by chunk, in backward again, so nothing of size [T, V] is ever held in fp32; the
+    gradient is rounded once, scaled. Without a target the sum is an exact zero that still has a gradient
+    path: the rank's backward runs and its ring neighbours are served.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     total: Tensor = _TokenLossSum.apply(rows, targets)  # type: ignore[no-untyped-call]
@@ -47,31 +48,32 @@ def token_loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class _TokenLossSum(torch.autograd.Function):
-    """Cross entropy whose backward is one multiplication."""
+    """Cross entropy that keeps the logits and nothing else until backward."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, targets: Tensor) -> Tensor:
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        total = rows.new_zeros((), dtype=wide)
-        gradient = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
-        for start in range(0, len(rows), _CHUNK_ROWS):
-            part = slice(start, start + _CHUNK_ROWS)
-            supervised = targets[part] != IGNORE_INDEX
-            index = torch.where(supervised, targets[part], 0)[:, None]
-            log_p = F.log_softmax(rows[part].to(wide), dim=-1)
+        ctx.save_for_backward(rows, targets)
+        total = rows.new_zeros((), dtype=torch.promote_types(rows.dtype, torch.float32))
+        for part, index, supervised in _chunks(targets):
+            log_p = F.log_softmax(rows[part], dim=-1, dtype=total.dtype)
             total -= log_p.gather(1, index)[:, 0][supervised].sum()
-            if gradient is not None:
-                slope = log_p.exp_().scatter_add_(1, index, log_p.new_full(index.shape, -1.0))
-                gradient[part] = slope * supervised[:, None]
-        ctx.save_for_backward(gradient)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = ctx.saved_tensors
-        for rows in gradient.split(_CHUNK_ROWS):
-            # In fp32: rounding 1 / tokens to bf16 would scale every gradient by up to 0.4 %. In place: a
-            # second backward through the same loss finds its saved tensor changed, and autograd says so.
-            rows.copy_(rows.to(scale.dtype) * scale)
+        rows, targets = ctx.saved_tensors
+        gradient = torch.empty_like(rows)
+        for part, index, supervised in _chunks(targets):
+            slope = F.softmax(rows[part], dim=-1, dtype=scale.dtype)
+            slope.scatter_add_(1, index, slope.new_full(index.shape, -1.0))
+            gradient[part] = slope.mul_(supervised[:, None] * scale)
         return gradient, None
+
+
+def _chunks(targets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Rows of a chunk, their targets [rows, 1] (0 where there is none), and whether there is one [rows]."""
+    for start in range(0, len(targets), _CHUNK_ROWS):
+        part = slice(start, start + _CHUNK_ROWS)
+        supervised = targets[part] != IGNORE_INDEX
+        yield part, torch.where(supervised, targets[part], 0)[:, None], supervised

@@ -154,6 +154,8 @@ class GatheredOnce:
             # operation (PREMUL_SUM) that gloo does not have.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
+        # A user's own wrapping may gather and free the weights in every forward: collectives in mid-step.
+        self._root.set_reshard_after_forward(False)
         self._root.flexcp_flush = types.MethodType(_flush, model)
         register_fsdp_forward_method(self._root, "flexcp_flush")
         device = next(self._root.parameters()).device

@@ -8,11 +8,13 @@ communicator per pair.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.core.errors import RankFailedError
+from flexcp.runtime.launch import DEFAULT_TIMEOUT_S
 
 
 class Transport:
@@ -21,10 +23,13 @@ class Transport:
     It is a group of its own, so that on NCCL ring traffic neither queues behind gradient reductions nor
     has to be issued in their order. All ranks must construct it at the same point; the first collective
     on it (a barrier) happens here, since on NCCL subsets may only talk once the communicator exists.
+
+    Args:
+        timeout_s: a ring message that takes longer ends with an error (where the backend heeds it).
     """
 
-    def __init__(self) -> None:
-        self.group = dist.new_group()
+    def __init__(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        self.group = dist.new_group(timeout=timedelta(seconds=timeout_s))
         self.rank = dist.get_rank()
         dist.barrier(self.group)
 

@@ -6,13 +6,15 @@ import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flexcp.core.errors import ConfigError, UnknownNameError
 from flexcp.cost.hardware import hardware
 from flexcp.planner import POLICIES
+
+_Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class _Section(BaseModel):
@@ -36,7 +38,9 @@ class ModelSection(_Section):
 class DataSection(_Section):
     """What to train on; see `flexcp.train.data`."""
 
-    path: str = Field(default="@stdlib", description="folder, file, or @stdlib: this Python's own sources")
+    path: str = Field(
+        default="@stdlib", min_length=1, description="folder, file, or @stdlib: this Python's own sources"
+    )
     pattern: str = Field(default="**/*", description="files of a folder")
     exclude: tuple[str, ...] = Field(default=(), description="names of files and folders to leave out")
     text_column: str = "text"
@@ -64,11 +68,11 @@ class ParallelSection(_Section):
 class OptimizerSection(_Section):
     """AdamW, linear warm-up, cosine decay."""
 
-    lr: float = Field(default=3e-4, gt=0)
+    lr: float = Field(default=3e-4, gt=0, allow_inf_nan=False)
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     warmup_steps: int = Field(default=0, ge=0)
-    weight_decay: float = Field(default=0.1, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     clip_norm: float | None = Field(default=1.0, gt=0)
 
 
@@ -78,7 +82,7 @@ class RunSection(_Section):
     folder: Path = Path("runs/default")
     steps: int = Field(default=100, ge=1)
     global_batch: int = Field(default=32, ge=1)
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
     gradient_checkpointing: bool = False
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0: only at the end")
@@ -86,7 +90,9 @@ class RunSection(_Section):
         default=0, ge=0, description="steps between checkpoints; 0: only at the end"
     )
     keep_checkpoints: int = Field(default=2, ge=1)
-    timeout_s: float = Field(default=600.0, gt=0, description="a rank that is silent for longer ends the run")
+    timeout_s: float = Field(
+        default=600.0, gt=0, le=7 * 86400, description="a rank that is silent for longer ends the run"
+    )
 
 
 class TrainConfig(_Section):
@@ -116,7 +122,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         _apply(raw, override)
     _check_keys(raw, TrainConfig, "")
     try:
-        config = TrainConfig.model_validate(raw)
+        # As JSON, strictly: a TOML string is a path where one is wanted, but "10" is no number.
+        config = TrainConfig.model_validate_json(json.dumps(raw, default=str), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
@@ -128,6 +135,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         raise ConfigError(
             f"model.config is given, and model.{shape_keys[0]} too",
             "The config decides the shape; leave it out.",
+        )
+    data = config.data.path
+    if not data.startswith("@") and not Path(data).exists():
+        raise ConfigError(
+            f"data.path {data} does not exist", "Paths are relative to where flexcp is started."
         )
     # Names are looked up before any rank is started: a typing error should not cost a minute.
     hardware(config.parallel.hardware)

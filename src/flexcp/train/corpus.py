@@ -114,6 +114,9 @@ def _open(section: DataSection, capacity: Capacity, progress: Progress) -> TextD
         index_dir=section.index_dir,
         max_tokens=section.max_tokens or capacity(open_tokenizer(tokenizer).vocab_size),
         too_long=section.too_long,
+        remedy="Raise data.max_tokens"
+        if section.max_tokens
+        else "All ranks together hold no more: raise parallel.tokens_per_rank, use more ranks",
         progress=lambda done, total: progress("counting tokens", done, total),
     )
 

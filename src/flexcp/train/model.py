@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from flexcp.core.errors import ConfigError
+from flexcp.integrations.transformers.config import check_supported
 from flexcp.train.config import ModelSection, RunSection
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -20,28 +21,34 @@ def model_config(section: ModelSection, vocab: int, max_tokens: int) -> Any:
     if section.config is not None:
         try:
             config = AutoConfig.from_pretrained(str(section.config))
-        except (OSError, ValueError) as error:
+        except Exception as error:  # transformers raises many kinds for a config that is not one
             raise ConfigError(
                 f"model.config {section.config}: {str(error).splitlines()[0]}",
                 "Give a folder with a config.json.",
             ) from error
+        check_supported(config)
         if config.vocab_size < vocab:
             raise ConfigError(
                 f"the tokenizer has {vocab} tokens, the model's vocabulary only {config.vocab_size}",
                 "Use the tokenizer that belongs to the model.",
             )
         return config
-    return _CONFIGS[section.architecture](
-        vocab_size=vocab,
-        hidden_size=section.hidden,
-        num_hidden_layers=section.layers,
-        num_attention_heads=section.heads,
-        num_key_value_heads=section.kv_heads,
-        head_dim=section.head_dim,
-        intermediate_size=section.intermediate,
-        max_position_embeddings=max_tokens,
-        tie_word_embeddings=section.tied,
-    )
+    try:
+        return _CONFIGS[section.architecture](
+            vocab_size=vocab,
+            hidden_size=section.hidden,
+            num_hidden_layers=section.layers,
+            num_attention_heads=section.heads,
+            num_key_value_heads=section.kv_heads,
+            head_dim=section.head_dim,
+            intermediate_size=section.intermediate,
+            max_position_embeddings=max_tokens,
+            tie_word_embeddings=section.tied,
+        )
+    except Exception as error:  # as above
+        raise ConfigError(
+            f"[model] does not describe a model: {str(error).splitlines()[-1]}", "Mend the section [model]."
+        ) from error
 
 
 def build_model(config: Any, run: RunSection, device: torch.device) -> nn.Module:

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from torch import nn
 
+from flexcp.core.errors import ConfigError
 from flexcp.core.trace import read_spans, to_perfetto
 from flexcp.planner import Planner
 from flexcp.report.tables import format_degrees
@@ -57,7 +58,12 @@ class Outputs:
         if self._first:
             from torch.utils.tensorboard import SummaryWriter
 
-            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"run.folder {folder} cannot be made ({error.strerror})", "Choose another one."
+                ) from error
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step or None)
             _drop_metrics(folder / "metrics.jsonl", first_step)
 
@@ -89,7 +95,7 @@ class Outputs:
         self._console.print(
             f"[bold]{len(lengths)}[/] samples, {int(lengths.sum()):,} tokens, "
             f"longest {int(lengths.max()):,}; "
-            f"model of {parameters / 1e6:.1f} M parameters; {cluster.ranks} ranks × "
+            f"model of {_count(parameters)} parameters; {cluster.ranks} ranks × "
             f"{cluster.tokens_per_rank:,} tokens; policy {planner.policy}",
             highlight=False,
         )
@@ -112,6 +118,11 @@ class Outputs:
             self._scalar(f"train/{name}", record[name], report.step)
         for name in ("predicted_s", "measured_s", "step_s", "plan_s", "exposed_s"):
             self._scalar(f"time/{name}", record[name], report.step)
+
+    def notice(self, text: str) -> None:
+        """Something that the user should know and that stops nothing."""
+        if self._first:
+            self._console.print(text, style="yellow", markup=False, highlight=False)
 
     def evaluation(self, done: int, loss: float) -> None:
         """Loss on held-out samples after `done` steps."""
@@ -151,6 +162,18 @@ class Outputs:
             self._board.add_scalar(name, value, step)
 
 
+def _count(number: int) -> str:
+    """With the unit that leaves one to three digits before the point.
+
+    >>> _count(25_408), _count(1_100_000), _count(8_190_000_000)
+    ('25.4 K', '1.1 M', '8.2 B')
+    """
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return str(number)
+
+
 def trace_path(folder: Path, first_step: int, rank: int) -> Path:
     """Spans of one rank of one attempt; clocks of different attempts do not share an origin."""
     return folder / "trace" / f"from-step-{first_step:08d}" / f"rank-{rank}.jsonl"
@@ -172,17 +195,18 @@ def _drop_metrics(path: Path, first_step: int) -> None:
 
 
 _HEADER = (
-    f"{'step':>5} {'loss':>8} {'tokens/s':>9}  {'degree×groups':<20} {'predicted':>9} {'measured':>9} "
-    f"{'gap':>6} {'idle':>5} {'plan':>8} {'waited':>8}"
+    f"{'step':>4} {'loss':>7} {'tok/s':>7}  {'degree×groups':<18}{'predicted':>9}{'measured':>9}"
+    f" {'gap':>5} {'idle':>4} {'plan':>6} {'wait':>6}"
 )
 
 
 def _line(report: StepReport) -> str:
+    """One step in 80 columns."""
     return (
-        f"{report.step:>5} {report.loss:>8.4f} {report.tokens_per_s:>9,.0f}  "
-        f"{format_degrees(report.degrees):<20} {report.predicted_s:>8.2f}s {report.measured_s:>8.2f}s "
-        f"{report.gap:>6.3f} {report.idle_share:>5.0%} {report.plan_s * 1e3:>6.0f}ms "
-        f"{report.exposed_s * 1e3:>6.0f}ms"
+        f"{report.step:>4} {report.loss:>7.4f} {report.tokens_per_s:>7,.0f}  "
+        f"{format_degrees(report.degrees):<18} {report.predicted_s:>7.2f}s {report.measured_s:>7.2f}s"
+        f" {report.gap:>5.3f} {report.idle_share:>4.0%} {report.plan_s * 1e3:>4.0f}ms"
+        f" {report.exposed_s * 1e3:>4.0f}ms"
     )
 
 

@@ -62,7 +62,7 @@ def train(world: World, config: TrainConfig, resume: bool = False, quiet: bool =
         FlexCPError: see `core.errors`; bad input is found before step 0.
     """
     run = config.run
-    checkpoint = _checkpoint_to_resume(run.folder, resume)
+    checkpoint = checkpoint_to_resume(run.folder, resume)
     first_step = read_state(checkpoint)["step"] if checkpoint else 0
     shown = world.rank == 0 and not quiet
     with Outputs(run.folder, run.steps, first_step, rank=world.rank, shown=shown) as outputs:
@@ -87,8 +87,11 @@ def train(world: World, config: TrainConfig, resume: bool = False, quiet: bool =
                     clip_norm=config.optimizer.clip_norm,
                     on_step_end=schedule.step,
                     trace=trace,
+                    timeout_s=run.timeout_s,
                 )
             )
+            if corpus.evaluation is not None:
+                engine.check(corpus.evaluation)
             loop = _Loop(config, corpus, model, optimizer, schedule, engine, outputs)
             if checkpoint:
                 loop.resume(checkpoint)
@@ -148,6 +151,13 @@ class _Loop:
             )
         load_checkpoint(checkpoint, self.model, self.optimizer)
         self.engine.load_state_dict(state["engine"])
+        if state["steps"] != self.config.run.steps:
+            self.outputs.notice(
+                f"the run was planned for {state['steps']} steps and now for {self.config.run.steps}: "
+                "the learning rate follows the new length from here on"
+            )
+        if state["step"] >= self.config.run.steps:
+            self.outputs.notice(f"all {self.config.run.steps} steps are done; raise run.steps to go on")
         self.schedule.load_state_dict(state["schedule"])
 
     def _evaluate(self, done: int) -> None:
@@ -166,6 +176,7 @@ class _Loop:
             "engine": self.engine.state_dict(),
             "schedule": {**schedule, "lr_lambdas": [None]},
             "data": self.corpus.fingerprint,
+            "steps": self.config.run.steps,
         }
         folder = self.config.run.folder / "checkpoints"
         keep = self.config.run.keep_checkpoints
@@ -248,7 +259,7 @@ def _forward(model: nn.Module, config: TrainConfig) -> Callable[[MicroBatch], An
     return forward
 
 
-def _checkpoint_to_resume(folder: Path, resume: bool) -> Path | None:
+def checkpoint_to_resume(folder: Path, resume: bool) -> Path | None:
     """The newest checkpoint; a run folder belongs to one run, and continuing it must be asked for."""
     found = checkpoints(folder / "checkpoints")
     if resume and not found:

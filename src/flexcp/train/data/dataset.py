@@ -40,6 +40,7 @@ class TextDataset:
     Args:
         documents, tokenizer, index: what to read, how, and how long it will be.
         max_tokens: the longest sample wanted; None takes any.
+        remedy: how a user may allow longer ones.
         too_long: what to do about longer ones: refuse the data set, or leave them out and say so.
 
     Attributes:
@@ -59,6 +60,7 @@ class TextDataset:
         *,
         max_tokens: int | None = None,
         too_long: TooLong = "error",
+        remedy: str = "Raise max_tokens",
     ) -> None:
         self.tokenizer = tokenizer
         self._documents = documents
@@ -69,7 +71,7 @@ class TextDataset:
             raise DataError(
                 f"{documents.name(longest)} has {counts[longest]} tokens, more than {max_tokens}, "
                 f"and so have {int(longer.sum())} of {len(counts)} documents in all",
-                "Raise max_tokens, or leave such documents out with too_long='skip'.",
+                f"{remedy}, or leave such documents out with too_long = 'skip'.",
             )
         self.skipped: tuple[Skipped, ...] = (
             *documents.skipped,
@@ -131,6 +133,7 @@ def open_dataset(
     index_dir: str | Path | None = None,
     max_tokens: int | None = None,
     too_long: TooLong = "error",
+    remedy: str = "Raise max_tokens",
     progress: Progress | None = None,
     rebuild: bool = False,
 ) -> TextDataset:
@@ -145,6 +148,7 @@ def open_dataset(
         index_dir: where to keep the index; None is `.flexcp` beside the data.
         max_tokens: see `TextDataset`.
         too_long: see `TextDataset`.
+        remedy: see `TextDataset`.
         progress: called with (documents done, documents in all) while an index is built.
         rebuild: build the index even if there is one.
 
@@ -160,7 +164,7 @@ def open_dataset(
         save_index(index, file)
     else:
         index = load_index(file, documents, loaded)
-    return TextDataset(documents, loaded, index, max_tokens=max_tokens, too_long=too_long)
+    return TextDataset(documents, loaded, index, max_tokens=max_tokens, too_long=too_long, remedy=remedy)
 
 
 def open_tokenizer(tokenizer: str | Path) -> Tokenizer:
