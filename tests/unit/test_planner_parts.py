@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.strategies import clusters, samples, time_tables
+from tests.strategies import clusters, cost_models, samples, time_tables
 
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import ConfigError, InfeasibleError
@@ -14,7 +14,7 @@ from flexcp.cost.model import CostModel, Link, Load
 from flexcp.planner.allocation import dynamic_programme, threshold
 from flexcp.planner.balance import Slot, fill, shelves
 from flexcp.planner.bounds import lower_bound_s
-from flexcp.planner.degrees import long_samples
+from flexcp.planner.degrees import Ladder, long_samples
 from flexcp.planner.exhaustive import optimum_s
 from flexcp.planner.list_schedule import in_waves, list_schedule
 from flexcp.planner.packing import best_fit_decreasing
@@ -204,3 +204,54 @@ def test_rings_prefer_windows_inside_a_node():
     rings = [pack.ranks for wave in list_scheduled(problem, 2.0) for pack in wave]
     assert rings == [(0, 1), (3, 4), (3, 4)]
     assert not any(crosses_nodes(ring, problem.cluster) for ring in rings)
+
+
+@settings(deadline=None)
+@given(
+    samples(max_tokens=300, max_size=12, spans=False),
+    clusters(max_ranks=40, min_tokens=20),
+    cost_models(),
+    st.data(),
+)
+def test_the_ladder_finds_what_a_full_table_finds(batch, cluster, cost, data):
+    batch = [sample for sample in batch if sample.tokens <= cluster.capacity_tokens] or [Sample(0, 1)]
+    problem = Problem.of(batch, cluster, cost, "lockstep", data.draw(st.sampled_from([0, 5])))
+    least = np.array([problem.min_degree(load) for load in problem.loads])
+    rungs = Ladder(cost, problem.columns, least, cluster.ranks, cluster.ranks_per_node)
+    searched = Ladder(cost, problem.columns, least, cluster.ranks, cluster.ranks_per_node)
+    searched.__dict__["tabled"] = min(cluster.ranks, cluster.ranks_per_node)  # the rest is bisected
+    table_s = problem.table_s(problem.loads)
+    assert rungs.best_s.tolist() == table_s.min(axis=1).tolist()
+    np.testing.assert_allclose(searched.best_s, table_s.min(axis=1), rtol=1e-12)
+    limits_s = table_s.min(axis=1) * data.draw(st.sampled_from([1.0 + 1e-9, 1.1, 2.0]))
+    expected = (table_s <= limits_s[:, None]).argmax(axis=1) + 1
+    assert rungs.degrees(limits_s).tolist() == expected.tolist()
+    assert searched.degrees(limits_s).tolist() == expected.tolist()
+
+
+def test_wide_rings_take_whole_nodes_and_cross_few_links():
+    problem = problem_of([119, 119, 38], Cluster(24, 10, ranks_per_node=8), mode="free-running")
+    rings = {pack.samples: pack.ranks for wave in list_scheduled(problem, 2.0) for pack in wave}
+    assert [len(ring) for ring in rings.values()] == [12, 12, 4]
+    assert all(len({rank // 8 for rank in ring}) == -(-len(ring) // 8) for ring in rings.values())
+
+
+def test_a_slow_node_gets_less_work():
+    speeds = (1.0,) * 4 + (0.5,) * 4
+    cluster = Cluster(8, 100, ranks_per_node=4, speeds=speeds)
+    problem = problem_of([10 + k % 7 for k in range(200)], cluster, mode="free-running")
+    assignment = list_scheduled(problem, 1.0)
+    tasks = schedule(problem, assignment)
+    tokens = [0, 0]
+    for wave in assignment:
+        for pack in wave:
+            tokens[pack.ranks[0] // 4] += pack.load.tokens
+    assert 1.8 < tokens[0] / tokens[1] < 2.2
+    assert makespan_s(tasks) <= 1.03 * lower_bound_s(problem)
+
+
+def test_the_wave_of_the_longest_sample_bounds_what_runs_beside_it():
+    # 60 of 80 tokens need six of eight ranks: beside them only 20 tokens fit, the rest waits.
+    problem = problem_of([60, *[10] * 8], Cluster(8, 10))
+    alone_s = min(problem.cost.times_s(problem.loads[0], 8)[5:])
+    assert lower_bound_s(problem) > alone_s + 0.5

@@ -60,10 +60,11 @@ def _area_s(problem: Problem, samples: LongSamples, floor_s: float) -> float:
     cost, ranks = problem.cost, problem.cluster.rank_equivalents
     ring_step_s = cost.ring_step_s if cost.exchange == "ring" else 0.0
     work_s = problem.work_s[samples.index]
+    ring_steps_s = ring_step_s * problem.counts[samples.index, 4]  # none where the sample is never cut
 
     def fits(total_s: float) -> bool:
         degrees = samples.ladder.degrees(total_s)
-        useful_s = total_s - cost.pack_s - (degrees - 1) * ring_step_s
+        useful_s = total_s - cost.pack_s - (degrees - 1) * ring_steps_s
         shares = float(np.cumsum(work_s / useful_s)[-1]) if len(work_s) else 0.0
         return shares + samples.others_work_s / (total_s - cost.pack_s) <= ranks * (1 + 1e-12)
 
@@ -124,7 +125,7 @@ def _beside_longest_s(problem: Problem, samples: LongSamples) -> float:
     sample = int(samples.index[row])
     degree = np.arange(int(samples.ladder.least[row]), cluster.ranks + 1)
     times_s = cost.seconds(problem.columns[:, sample : sample + 1], degree, degree > cluster.ranks_per_node)
-    ring_step_s = cost.ring_step_s if cost.exchange == "ring" else 0.0
+    ring_step_s = cost.ring_step_s * problem.rows[sample][4] if cost.exchange == "ring" else 0.0
     own_s = degree * (times_s - cost.pack_s) - degree * (degree - 1) * ring_step_s
     tokens = (cluster.ranks - degree) * cluster.tokens_per_rank
     beside_s = np.minimum(

@@ -207,14 +207,16 @@ def in_waves(problem: Problem, made: ListSchedule) -> Assignment:
 
     Ranks meet in rings only, and rings were placed in one order on all ranks, so the order is consistent.
     """
-    waves: list[list[Pack]] = []
+    packs: list[list[int]] = []
+    groups: list[tuple[int, ...]] = []
+    numbers: list[int] = []
     level = [0] * problem.ranks
 
     def add(samples: list[int], ranks: tuple[int, ...]) -> None:
-        wave = max([level[rank] for rank in ranks])
-        if len(waves) == wave:
-            waves.append([])
-        waves[wave].append(problem.pack(samples, len(ranks), ranks))
+        wave = level[ranks[0]] if len(ranks) == 1 else max([level[rank] for rank in ranks])
+        packs.append(samples)
+        groups.append(ranks)
+        numbers.append(wave)
         for rank in ranks:
             level[rank] = wave + 1
 
@@ -226,4 +228,7 @@ def in_waves(problem: Problem, made: ListSchedule) -> Assignment:
     for gap in made.ends:
         for samples in gap.packs:
             add(samples, (gap.rank,))
+    waves: list[list[Pack]] = [[] for _ in range(max(level))]
+    for wave, pack in zip(numbers, problem.packs(packs, groups), strict=True):
+        waves[wave].append(pack)
     return tuple(tuple(wave) for wave in waves)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -149,6 +150,18 @@ class Problem:
         columns = list(zip(*[self.rows[position] for position in positions], strict=True))
         totals = [sum(column) for column in columns[:-1]] + [max(columns[-1])]
         return Pack(positions, Load(*totals), degree, ranks)
+
+    def packs(self, samples: Sequence[Sequence[int]], ranks: Sequence[tuple[int, ...]]) -> list[Pack]:
+        """Many packs at once, each on its ranks."""
+        sizes = np.array([0, *map(len, samples)])
+        counts = self.counts[list(chain.from_iterable(samples))]
+        starts = np.cumsum(sizes)[:-1]
+        totals = np.add.reduceat(counts, starts)
+        totals[:, 5] = np.maximum.reduceat(counts[:, 5], starts)
+        return [
+            Pack(tuple(positions), Load(*row), len(group), group)
+            for positions, row, group in zip(samples, totals.tolist(), ranks, strict=True)
+        ]
 
     def seconds(self, pack: Pack) -> float:
         """Seconds of a pack, taken to lie inside a node where it can, on ranks of full speed."""

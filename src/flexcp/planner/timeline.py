@@ -5,9 +5,11 @@ Predicted seconds only; nothing is chosen here.
 
 from __future__ import annotations
 
+import numpy as np
+
 from flexcp.core.plan import Task
 from flexcp.planner.placement import Group, crosses_nodes, place
-from flexcp.planner.problem import Assignment, Problem, Wave
+from flexcp.planner.problem import Assignment, Pack, Problem, Wave
 
 
 def schedule(problem: Problem, assignment: Assignment) -> tuple[Task, ...]:
@@ -17,22 +19,38 @@ def schedule(problem: Problem, assignment: Assignment) -> tuple[Task, ...]:
     ranks have finished theirs. All ranks take their tasks in this one order, so the first unfinished task
     of the list can always run, and no rank waits in a circle.
     """
+    groups = [_groups(wave, problem) for wave in assignment]
+    seconds = iter(_seconds(problem, assignment, groups))
+    order = problem.order
     tasks: list[Task] = []
     free_s = [0.0] * problem.ranks
-    for number, wave in enumerate(assignment):
-        groups = _groups(wave, problem)
+    for number, (wave, wave_groups) in enumerate(zip(assignment, groups, strict=True)):
         if problem.mode == "lockstep":
             free_s = [max(free_s)] * problem.ranks
-        for group, pack in sorted(zip(groups, wave, strict=True), key=lambda item: item[0]):
-            start_s = max(free_s[rank] for rank in group)
-            crosses = crosses_nodes(group, problem.cluster)
-            seconds = problem.cost.task_s(pack.load, pack.degree, crosses)
-            end_s = start_s + seconds / problem.cluster.speed(group)
+        for group, pack, time_s in sorted(zip(wave_groups, wave, seconds), key=_first):  # noqa: B905
+            start_s = free_s[group[0]] if len(group) == 1 else max([free_s[rank] for rank in group])
+            end_s = start_s + time_s
             for rank in group:
                 free_s[rank] = end_s
-            positions = tuple(sorted(problem.order[sample] for sample in pack.samples))
+            positions = tuple(sorted([order[sample] for sample in pack.samples]))
             tasks.append(Task(positions, group, number, start_s, end_s))
     return tuple(tasks)
+
+
+def _first(item: tuple[Group, Pack, float]) -> Group:
+    return item[0]
+
+
+def _seconds(problem: Problem, assignment: Assignment, groups: list[tuple[Group, ...]]) -> list[float]:
+    """Seconds of every pack on its ranks, in one call of the cost model."""
+    cluster = problem.cluster
+    counts = np.array([pack.load.counts for wave in assignment for pack in wave], dtype=np.float64)
+    flat = [group for wave in groups for group in wave]
+    degrees = np.array([len(group) for group in flat])
+    crosses = np.array([len(group) > 1 and crosses_nodes(group, cluster) for group in flat])
+    speeds = np.array([cluster.speed(group) for group in flat]) if cluster.speeds else 1.0
+    seconds: list[float] = (problem.cost.seconds(counts.T, degrees, crosses) / speeds).tolist()
+    return seconds
 
 
 def _groups(wave: Wave, problem: Problem) -> tuple[Group, ...]:
