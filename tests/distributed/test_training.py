@@ -163,7 +163,7 @@ def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
     assert run.returncode == 1
     assert "rank 1 on " in errors
     assert "was killed by SIGKILL" in errors
-    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+    assert not [pid for pid in ranks if is_running(pid)]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
@@ -173,10 +173,21 @@ def test_a_killed_launcher_leaves_no_rank_behind(tmp_path: Path, how: signal.Sig
     ranks = wait_for_ranks(run, 2)
     run.send_signal(how)
     run.wait(timeout=30)
+    for pipe in (run.stdout, run.stderr):
+        assert pipe is not None
+        pipe.close()
     end_s = time.monotonic() + 60  # a rank first looks when it has imported torch
-    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+    while any(is_running(pid) for pid in ranks):
         assert time.monotonic() < end_s, "a rank lives on"
         time.sleep(0.1)
+
+
+def is_running(pid: int) -> bool:
+    """A process that has ended and that nobody has waited for is not running."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def wait_for_ranks(run: subprocess.Popen[str], count: int) -> list[int]:
