@@ -10,7 +10,7 @@ from typing import Literal
 
 from flexcp.core.errors import InfeasibleError, UnknownNameError
 from flexcp.core.model_shape import ModelShape
-from flexcp.cost.hardware import Hardware
+from flexcp.cost.presets import Hardware
 
 Sharding = Literal["ddp", "zero1", "zero3"]
 SHARDINGS: tuple[Sharding, ...] = ("ddp", "zero1", "zero3")

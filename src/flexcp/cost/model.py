@@ -15,7 +15,7 @@ import numpy.typing as npt
 from flexcp.core.model_shape import ModelShape
 from flexcp.core.sample import Sample
 from flexcp.cost.flops import flops_per_pair, flops_per_token
-from flexcp.cost.hardware import Hardware
+from flexcp.cost.presets import Hardware
 
 Array = npt.NDArray[np.float64]
 # A count for one pack, or an array of them for many.

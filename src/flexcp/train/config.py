@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flexcp.core.errors import ConfigError, UnknownNameError
-from flexcp.cost.hardware import hardware
+from flexcp.cost.presets import hardware
 from flexcp.planner import POLICIES
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
