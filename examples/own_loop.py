@@ -43,7 +43,7 @@ def train(world: flexcp.World) -> None:
     shape = flexcp.transformers.shape_of(config)
     cost = flexcp.cost_model(shape, flexcp.hardware("cpu"), checkpointing=False)
     cluster = flexcp.Cluster(ranks=world.size, tokens_per_rank=300)
-    planner = flexcp.Planner(cluster, cost, mode="free-running", whole_below_tokens=64)
+    planner = flexcp.Planner(cluster, cost, whole_below_tokens=64)
     dataset = Numbers(200)
 
     engine = flexcp.Engine(model, optimizer, planner, dataset, global_batch=24, steps=12)

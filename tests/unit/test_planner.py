@@ -112,7 +112,7 @@ def test_a_plan_survives_json_to_the_bit():
 def test_free_running_starts_tasks_before_the_wave_is_over():
     tail = random.Random(0)
     lengths = [min(int(tail.lognormvariate(7.5, 1.5)) + 1, 60000) for _ in range(200)]
-    lockstep = plan_of(lengths, Cluster(16, 8192), policy="paper")
+    lockstep = plan_of(lengths, Cluster(16, 8192), policy="paper", mode="lockstep")
     free = plan_of(lengths, Cluster(16, 8192), policy="paper", mode="free-running")
     assert lockstep.num_waves == free.num_waves > 1
     assert free.step_s < lockstep.step_s

@@ -13,7 +13,11 @@ from flexcp.planner import check, make_plan
 
 COST = cost_model(model_shape("qwen3-8b"), hardware("h100"))
 GOOD = make_plan(
-    samples_from_lengths([30000, 20000, 900, 8000, 8000, 100, 30000]), Cluster(8, 8192), COST, policy="paper"
+    samples_from_lengths([30000, 20000, 900, 8000, 8000, 100, 30000]),
+    Cluster(8, 8192),
+    COST,
+    policy="paper",
+    mode="lockstep",
 )
 
 

@@ -33,7 +33,7 @@ def make_plan(
     cost: CostModel,
     *,
     policy: str = "flexcp",
-    mode: Mode = "lockstep",
+    mode: Mode = "free-running",
     whole_below_tokens: int | None = None,
 ) -> Plan:
     """Plan one global batch. A pure function: same input, same plan, on every rank.
@@ -43,7 +43,7 @@ def make_plan(
         cluster: ranks, nodes and tokens per rank.
         cost: seconds of packs.
         policy: a name of `POLICIES`.
-        mode: `lockstep` or `free-running`, see `core.plan.Plan`.
+        mode: `free-running`, which is how the engine runs, or `lockstep`; see `core.plan.Plan`.
         whole_below_tokens: samples shorter than this are never cut; at most half of the tokens per rank.
             Default: 512, or half of the tokens per rank if that is less.
 
@@ -90,7 +90,7 @@ class Planner:
     cluster: Cluster
     cost: CostModel
     policy: str = "flexcp"
-    mode: Mode = "lockstep"
+    mode: Mode = "free-running"
     whole_below_tokens: int | None = None
 
     def __call__(self, samples: Sequence[Sample]) -> Plan:

@@ -223,13 +223,7 @@ def _build(config: TrainConfig, corpus: Corpus, world: World) -> tuple[Planner, 
         shape, hardware(parallel.hardware), checkpointing=config.run.gradient_checkpointing, speed=speed
     )
     cluster = Cluster(world.size, _tokens_per_rank(config, world, shape), parallel.ranks_per_node)
-    planner = Planner(
-        cluster,
-        cost,
-        policy=parallel.policy,
-        mode="free-running",  # what the engine does: nothing waits for a wave
-        whole_below_tokens=parallel.whole_below_tokens,
-    )
+    planner = Planner(cluster, cost, policy=parallel.policy, whole_below_tokens=parallel.whole_below_tokens)
     model = build_model(hf_config, config.run, world.device)
     dtype = torch.bfloat16 if config.run.dtype == "bf16" else None
     return planner, shard(model, parallel.sharding, blocks=blocks_of(model), param_dtype=dtype)
