@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install lint test test-all golden readme demo demo-short clean
+.PHONY: help install lint test test-all golden readme demo demo-short bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -43,6 +43,9 @@ demo: $(STAMP) ## train a small model on 4 CPU ranks, on the Python sources of t
 demo-short: $(STAMP) ## the same for a few steps
 	rm -rf runs/demo-short
 	$(BIN)/flexcp train examples/demo.toml --set run.steps=3 --set run.folder=runs/demo-short
+
+bench: $(STAMP) ## planning: distance from the bound, time, integer degrees; writes benchmarks/results
+	$(BIN)/python benchmarks/planner.py
 
 clean: ## remove the environment, build outputs, caches and runs
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

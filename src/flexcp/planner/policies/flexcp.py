@@ -2,7 +2,8 @@
 
 Its own plan is taken as it is once it is within 0.5 % of the bound. Until then `paper` and `static` are asked
 too, and the best plan wins. So flexcp <= max(other, 1.005 · bound) always, and flexcp <= other wherever its
-own plan is not that close.
+own plan is not that close. This holds up to 4096 samples; beyond, `paper`,
+which packs in O(K·K'), would take minutes and is not asked.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from flexcp.planner.waves import search
 CLOSE_ENOUGH = 1.005
 # Beyond this a free-running step is also sought among lockstep plans, run without their barriers.
 _FAR = 1.03
+# Others are asked, and free-running steps sought among lockstep plans, for batches up to this many samples.
+MOST_ASKED_SAMPLES = 4096
 # Free-running: the longest that one long sample may run, as shares of the bound of the step.
 _SHARES = (1.0, 0.5, 0.25, 0.12)
 # Where the bound itself cannot be met, shares above 1: part of the way to the best step found.
@@ -35,12 +38,12 @@ def assign(problem: Problem) -> Assignment:
     if problem.mode == "free-running":
         made = list_schedules(problem, goal_s)
         candidates.append(in_waves(problem, made))
-        if made.step_s <= goal_s:
+        if made.step_s <= goal_s or problem.size > MOST_ASKED_SAMPLES:
             return candidates[0]
     if not candidates or made.step_s > _FAR * lower_bound_s(problem):
         candidates += search(problem)
     best = min(candidates, key=lambda candidate: _step_s(problem, candidate))
-    if _step_s(problem, best) <= goal_s:
+    if _step_s(problem, best) <= goal_s or problem.size > MOST_ASKED_SAMPLES:
         return best
     return min((best, paper.assign(problem), static.assign(problem)), key=lambda x: _step_s(problem, x))
 

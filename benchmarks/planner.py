@@ -1,0 +1,218 @@
+"""Plans on lists of lengths: distance from the bound, planning time, and what integer degrees buy.
+
+    python benchmarks/planner.py [LENGTHS[:COLUMN] ...] [--mcore PYTHON]
+
+Reads the lists named and those in tests/data, and writes benchmarks/results/planner.md. Planning times are
+CPU time, the least of several runs. `--mcore` names an interpreter that has megatron-core, whose scheduler is
+then timed on the same batches.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+import flexcp
+from flexcp.core.cluster import Cluster
+from flexcp.core.lengths import read_lengths
+from flexcp.core.model_shape import model_shape
+from flexcp.core.sample import samples_from_lengths
+from flexcp.cost import cost_model, hardware
+from flexcp.planner import make_plan
+from flexcp.planner.bounds import lower_bound_s
+from flexcp.planner.degrees import Ladder
+from flexcp.planner.policies.flexcp import list_schedules
+from flexcp.planner.problem import Problem
+
+ROOT = Path(__file__).parents[1]
+SEED = 0
+COST = cost_model(model_shape("qwen3-8b"), hardware("h100"))
+RANKS, TOKENS = (8, 32, 64, 100, 128), (4096, 8192, 16384)
+SCALES = ((512, 64), (30_720, 1_024), (131_072, 16_384))
+BALANCED = """
+import json, sys, time, types
+from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
+lengths, ranks, most = json.load(sys.stdin)
+group = types.SimpleNamespace(size=lambda: ranks)
+best = 1e9
+for _ in range(5):
+    pairs = list(enumerate(lengths))
+    start = time.process_time()
+    BalancedCPScheduler(most, group).get_groups_and_subsamples(pairs, None)
+    best = min(best, time.process_time() - start)
+print(json.dumps(best))
+"""
+
+
+def main() -> None:
+    """Run everything and write the page."""
+    arguments = sys.argv[1:]
+    mcore = arguments.pop(arguments.index("--mcore") + 1) if "--mcore" in arguments else ""
+    named = [argument for argument in arguments if argument != "--mcore"]
+    files = [*named, *map(str, sorted((ROOT / "tests/data").glob("*.json")))]
+    lists = {}
+    for file in files:
+        path, _, column = file.partition(":")
+        lists.setdefault(Path(path).stem, read_lengths(path, column or None))
+    target = ROOT / "benchmarks/results/planner.md"
+    target.parent.mkdir(exist_ok=True)
+    page = header(lists)
+    for part in (partial(against_balanced, python=mcore), scale, integer_degrees, instances):
+        page += part(lists)
+        target.write_text("\n".join(page) + "\n", encoding="utf-8")
+
+
+def header(lists):
+    """What this was run with."""
+    return [
+        "# Planning: distance from the bound, time, integer degrees",
+        "",
+        f"`python benchmarks/planner.py`, seed {SEED}; flexcp {flexcp.__version__}, numpy {np.__version__},",
+        f"Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores. Qwen3-8B on the",
+        "H100 preset, 8 ranks a node. Global batch 512, from 128 ranks 1024; lengths above",
+        "ranks × tokens are left out. Times are CPU time of `make_plan`; those by size are the",
+        "least of several runs.",
+        "",
+        "Lists: " + ", ".join(f"{name} ({len(lengths):,})" for name, lengths in lists.items()) + ".",
+    ]
+
+
+def batch(lengths, ranks, tokens, size=None):
+    """Samples and cluster of one instance; with `size`, drawn with replacement."""
+    lengths = lengths[lengths <= ranks * tokens].tolist()
+    draw = random.Random(SEED)
+    if size is None:
+        size = min(512 if ranks < 128 else 1024, len(lengths))
+        drawn = draw.sample(lengths, size)
+    else:
+        drawn = draw.choices(lengths, k=size)
+    return samples_from_lengths(drawn), Cluster(ranks, tokens)
+
+
+def timed(samples, cluster, mode, policy="flexcp", runs=1):
+    """A plan, and the CPU milliseconds it took."""
+    best = float("inf")
+    for _ in range(runs):
+        start = time.process_time()
+        plan = make_plan(samples, cluster, COST, mode=mode, policy=policy)
+        best = min(best, time.process_time() - start)
+    return plan, 1000 * best
+
+
+def scale(lists):
+    """Planning time by size."""
+    rows = ["", "## Planning time, free-running, 8192 tokens a rank", ""]
+    rows += ["| list | samples × ranks | plan ms | step / bound |", "|---|---|---|---|"]
+    for name, lengths in lists.items():
+        if lengths.max() < 20_000:
+            continue
+        for size, ranks in SCALES:
+            samples, cluster = batch(lengths, ranks, 8192, size)
+            plan, ms = timed(samples, cluster, "free-running", runs=9 if size < 1000 else 2)
+            rows.append(f"| {name} | {size:,} × {ranks:,} | {ms:.1f} | {plan.gap:.4f} |")
+    return rows
+
+
+def against_balanced(lists, python):
+    """The scheduler of megatron-core on the same batches."""
+    if not python:
+        return []
+    rows = ["", "## Beside BalancedCPScheduler of megatron-core (its planning only)", ""]
+    rows += ["| list | ranks | tokens per rank | its ms | flexcp free-running ms |", "|---|---|---|---|---|"]
+    for name, lengths in lists.items():
+        for ranks, tokens in ((64, 8192), (64, 16384)):
+            samples, cluster = batch(lengths, ranks, tokens)
+            given = json.dumps([[sample.tokens for sample in samples], ranks, tokens])
+            ran = subprocess.run([python, "-c", BALANCED], input=given, capture_output=True, text=True)
+            theirs = (
+                f"{1000 * json.loads(ran.stdout.splitlines()[-1]):.1f}" if not ran.returncode else "fails"
+            )
+            _, ms = timed(samples, cluster, "free-running", runs=5)
+            rows.append(f"| {name} | {ranks} | {tokens} | {theirs} | {ms:.1f} |")
+    return rows
+
+
+def instances(lists):
+    """Step over bound of static, paper and flexcp."""
+    rows, gaps = [], {}
+    for mode in ("free-running", "lockstep"):
+        rows += ["", f"## Step / bound, {mode}", ""]
+        rows += ["| list | tokens per rank | ranks | static | paper | flexcp | plan ms |"]
+        rows += ["|---|---|---|---|---|---|---|"]
+        for name, lengths in lists.items():
+            for tokens, ranks in product(TOKENS, RANKS):
+                samples, cluster = batch(lengths, ranks, tokens)
+                plan, ms = timed(samples, cluster, mode)
+                gaps.setdefault(mode, []).append((plan.gap, 32 <= ranks <= 128))
+                others = ["–", "–"]
+                if tokens == 8192:
+                    others = [f"{timed(samples, cluster, mode, x)[0].gap:.3f}" for x in ("static", "paper")]
+                cells = [name, tokens, ranks, *others, f"{plan.gap:.3f}", f"{ms:.0f}"]
+                rows.append("| " + " | ".join(map(str, cells)) + " |")
+    summary = [
+        "",
+        "## Summary of step / bound",
+        "",
+        "| mode | instances | mean | worst |",
+        "|---|---|---|---|",
+    ]
+    for mode, found in gaps.items():
+        for what, chosen in (("all", found), ("32 to 128 ranks", [x for x in found if x[1]])):
+            values = [gap for gap, _ in chosen]
+            mean = statistics.mean(values)
+            summary.append(f"| {mode}, {what} | {len(values)} | {mean:.3f} | {max(values):.3f} |")
+    return summary + rows
+
+
+def integer_degrees(lists):
+    """Flexcp as it is, and kept to powers of two."""
+    rows = [
+        "",
+        "## What integer degrees alone buy: flexcp, any degree against powers of two, free-running",
+        "",
+    ]
+    rows += [
+        "| list | tokens per rank | ranks | any, s | powers of two, s | slower by |",
+        "|---|---|---|---|---|---|",
+    ]
+    free = Ladder.degrees
+
+    def powers(self, limits_s):
+        degrees = free(self, limits_s)
+        up = 2 ** np.ceil(np.log2(degrees)).astype(np.int64)
+        return np.where(up <= self.ranks, up, 2 ** int(np.log2(self.ranks)))
+
+    for name, lengths in lists.items():
+        for tokens, ranks in product(TOKENS, (32, 64, 128)):
+            samples, cluster = batch(lengths, ranks, tokens)
+            any_s = own_step_s(samples, cluster)
+            Ladder.degrees = powers
+            try:
+                two_s = own_step_s(samples, cluster)
+            finally:
+                Ladder.degrees = free
+            rows.append(
+                f"| {name} | {tokens} | {ranks} | {any_s:.3f} | {two_s:.3f} | {two_s / any_s - 1:.1%} |"
+            )
+    return rows
+
+
+def own_step_s(samples, cluster):
+    """Step of the list schedules alone, without other policies."""
+    problem = Problem.of(samples, cluster, COST, "free-running", 512)
+    return list_schedules(problem, lower_bound_s(problem)).step_s
+
+
+if __name__ == "__main__":
+    main()
