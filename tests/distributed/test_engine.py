@@ -13,8 +13,8 @@ import torch.distributed as dist
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import ConfigError, DataError, DisagreementError, SampleTooLongError, UnsupportedError
 from flexcp.core.model_shape import ModelShape
-from flexcp.cost.presets import hardware
 from flexcp.cost.model import cost_model
+from flexcp.cost.presets import hardware
 from flexcp.planner import Planner
 from tests.harness import run_ranks
 from tests.models import ListDataset, reference_step, tiny_model

@@ -9,7 +9,6 @@ import csv
 import difflib
 import json
 import os
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcp.core.errors import LengthsError
+from flexcp.core.megatron_index import is_megatron_index, read_megatron_index
 from flexcp.core.sample import Sample
 
 Lengths = npt.NDArray[np.int64]
@@ -28,8 +28,6 @@ Lengths = npt.NDArray[np.int64]
 USUAL_COLUMNS = ("tokens", "length", "num_tokens")
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t", ".psv": "|"}
-_IDX_MAGIC = b"MMIDIDX\x00\x00"
-_IDX_HEADER = struct.Struct("<9sQBQQ")
 _WHOLE = "Lengths are whole numbers of tokens, at least 1."
 
 
@@ -61,8 +59,10 @@ def read_lengths(path: str | Path, column: str | None = None) -> Lengths:
     """
     path = Path(path)
     data = _read(path)
-    if data[:9] == _IDX_MAGIC or path.suffix == ".idx":
-        return _read_idx(path, data)
+    if is_megatron_index(path, data):
+        lengths = read_megatron_index(path, data)
+        _refuse_below_one(path, lengths, _entry)
+        return lengths
     return _to_array(path, _parse(path, data, column))
 
 
@@ -76,8 +76,8 @@ def read_samples(path: str | Path, column: str | None = None) -> tuple[Sample, .
     """
     path = Path(path)
     data = _read(path)
-    if data[:9] == _IDX_MAGIC or path.suffix == ".idx":
-        entries = _Entries(_read_idx(path, data).tolist(), _entry)
+    if is_megatron_index(path, data):
+        entries = _Entries(read_megatron_index(path, data).tolist(), _entry)
     else:
         entries = _parse(path, data, column)
     lengths = _to_array(path, entries).tolist()
@@ -117,7 +117,7 @@ def write_lengths(path: str | Path, lengths: Sequence[int] | Lengths) -> None:
         aside.unlink(missing_ok=True)
 
 
-# ---------------------------------------------------------------------------------------------- forms
+# -------------------------------------------------------------------------------------------- forms
 
 
 def _read(path: Path) -> bytes:
@@ -260,33 +260,6 @@ def _is_number(cell: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _read_idx(path: Path, data: bytes) -> Lengths:
-    """Megatron's index: header, int32 lengths, int64 pointers, int64 documents (, int8 modes)."""
-    remedy = "Copy it again, or rebuild it with Megatron's preprocess_data."
-    if data[:9] != _IDX_MAGIC:
-        raise LengthsError(f"{path} is not a Megatron .idx: it does not begin with MMIDIDX", remedy)
-    if len(data) < _IDX_HEADER.size:
-        raise LengthsError(f"{path} is truncated: {len(data)} bytes, the header alone has 34", remedy)
-    _, version, code, sequences, documents = _IDX_HEADER.unpack_from(data)
-    if version != 1:
-        raise LengthsError(f"{path} is .idx version {version}; version 1 is read", remedy)
-    if not 1 <= code <= 8:
-        raise LengthsError(f"{path} has the unknown data type code {code}; 1..8 are known", remedy)
-    size = _IDX_HEADER.size + 12 * sequences + 8 * documents
-    if len(data) not in (size, size + sequences):  # multimodal files add one mode byte a sequence
-        state = "is truncated" if len(data) < size else "has bytes left over"
-        raise LengthsError(
-            f"{path} {state}: {sequences} sequences and {documents} document indices make {size} bytes, "
-            f"the file has {len(data)}",
-            remedy,
-        )
-    if not sequences:
-        raise LengthsError(f"{path} holds no sequences", "Give at least one length.")
-    lengths = np.frombuffer(data, "<i4", sequences, _IDX_HEADER.size).astype(np.int64)
-    _refuse_below_one(path, lengths, _entry)
-    return lengths
 
 
 # ----------------------------------------------------------------------------------- values to lengths

@@ -3,9 +3,9 @@
 Standard library and numpy only. It predicts; it never measures and never decides.
 """
 
-from flexcp.cost.presets import HARDWARE, Hardware, hardware
 from flexcp.cost.memory import Sharding, tokens_per_rank
 from flexcp.cost.model import CostModel, Link, Load, cost_model
+from flexcp.cost.presets import HARDWARE, Hardware, hardware
 
 __all__ = [
     "HARDWARE",

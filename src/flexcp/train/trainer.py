@@ -23,9 +23,9 @@ from flexcp.core.cluster import Cluster
 from flexcp.core.errors import CheckpointError, ConfigError, DataError
 from flexcp.core.model_shape import ModelShape
 from flexcp.core.trace import TraceWriter
-from flexcp.cost.presets import hardware
 from flexcp.cost.memory import tokens_per_rank
 from flexcp.cost.model import cost_model
+from flexcp.cost.presets import hardware
 from flexcp.integrations.transformers import blocks_of, enable, shape_of
 from flexcp.planner import Planner
 from flexcp.runtime.batches import MicroBatch
