@@ -111,7 +111,7 @@ def evaluate_and_count(world: Any) -> dict[str, Any]:
 
 
 def test_evaluation_small_batches_and_communicators() -> None:
-    """D26, D30, D36, D37, D55, D56, D57."""
+    """D26, D30, D35, D36, D37, D55, D56, D57: no communicator is made after start, whatever the batch."""
     by_rank = run_ranks(evaluate_and_count, 3)
     model = tiny_model()
     datasets = [ListDataset(lengths, unlabelled=()) for lengths in ([40], [30, 60, 9], LENGTHS)]

@@ -73,7 +73,7 @@ def train_then_resume(world: Any, folder: Path, sharding: str) -> tuple[dict[int
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_resume_is_bitwise(tmp_path: Path, sharding: str) -> None:
-    """D59: stop after step 7 and resume: the losses of the unbroken run, to the last bit."""
+    """D14, D59: unequal lengths through the real entry point; resumed after step 7, the same to the bit."""
     make_config(tmp_path)
     for unbroken, resumed in run_ranks(train_then_resume, 3, tmp_path, sharding, deadline_s=90):
         assert sorted(unbroken) == sorted(resumed) == list(range(10))
