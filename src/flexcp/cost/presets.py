@@ -5,7 +5,7 @@ Presets are a place to start. A profile of the real machine replaces them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexcp.core.errors import UnknownNameError
 
@@ -52,38 +52,30 @@ _DISTCA = (
     "the bus; 400 Gb/s a GPU across nodes is the DGX data sheet. "
 )
 
+_H100 = Hardware(
+    name="h100",
+    flops_per_s=989e12,
+    matmul_efficiency=0.55,
+    attention_efficiency=0.35,
+    memory_bytes=80 * 10**9,
+    intra_bytes_per_s=280e9,
+    intra_latency_s=10e-6,
+    inter_bytes_per_s=50e9,
+    inter_latency_s=20e-6,
+    pack_overhead_s=100e-6,
+    ring_step_overhead_s=15e-6,
+    sample_overhead_s=5e-6,
+    element_bytes=2,
+    origin=_DISTCA + "Peak, memory: NVIDIA H100 SXM data sheet, bf16 dense. Matmul share, ring "
+    "step and latencies: customary values, not measured.",
+)
+
 _PRESETS = (
-    Hardware(
-        name="h100",
-        flops_per_s=989e12,
-        matmul_efficiency=0.55,
-        attention_efficiency=0.35,
-        memory_bytes=80 * 10**9,
-        intra_bytes_per_s=280e9,
-        intra_latency_s=10e-6,
-        inter_bytes_per_s=50e9,
-        inter_latency_s=20e-6,
-        pack_overhead_s=100e-6,
-        ring_step_overhead_s=15e-6,
-        sample_overhead_s=5e-6,
-        element_bytes=2,
-        origin=_DISTCA + "Peak, memory: NVIDIA H100 SXM data sheet, bf16 dense. Matmul share, ring "
-        "step and latencies: customary values, not measured.",
-    ),
-    Hardware(
+    _H100,
+    replace(
+        _H100,
         name="h200",
-        flops_per_s=989e12,
-        matmul_efficiency=0.55,
-        attention_efficiency=0.35,
         memory_bytes=141 * 10**9,
-        intra_bytes_per_s=280e9,
-        intra_latency_s=10e-6,
-        inter_bytes_per_s=50e9,
-        inter_latency_s=20e-6,
-        pack_overhead_s=100e-6,
-        ring_step_overhead_s=15e-6,
-        sample_overhead_s=5e-6,
-        element_bytes=2,
         origin="Compute and links as h100: " + _DISTCA + "Memory: NVIDIA H200 data sheet.",
     ),
     Hardware(
