@@ -16,6 +16,7 @@ from flexcp.planner.problem import Array, Integers, Problem
 
 # Degrees are tabled up to this many entries in all; beyond them, degrees are searched.
 _TABLE_ENTRIES = 1 << 17
+_NEAR_BEST = 1.05
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,11 @@ class LongSamples:
     def best_s(self) -> Array:
         """Least time of each."""
         return self.ladder.best_s
+
+    @property
+    def near_best_s(self) -> Array:
+        """What a sample may take that cannot meet a limit: ranks beyond that bring little."""
+        return _NEAR_BEST * self.best_s
 
 
 def long_samples(problem: Problem, above_s: float) -> LongSamples:

@@ -7,23 +7,23 @@ memory limits the single pack and no longer the wave.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from flexcp.planner.degrees import LongSamples
-from flexcp.planner.problem import Assignment, Pack, Problem
+from flexcp.planner.problem import Assignment, Integers, Pack, Problem
 
-# A sample that cannot meet its limit takes the least degree within this factor of its best time.
-_NEAR_BEST = 1.05
+# Slots looked at whose packs may have room for a sample, before one is taken that can hold another pack.
+_LOOKS = 8
 
 
 @dataclass(slots=True)
 class Gap:
     """Idle time of one rank: before one of its rings, or (`last`) after all of them.
 
-    Seconds here are those of a rank at speed 1; `left_s` of a last gap is measured from the bound and may
+    Seconds here are those of a rank at speed 1; `left_s` of a last gap is measured from the target and may
     become negative.
     """
 
@@ -53,20 +53,20 @@ class ListSchedule:
 
 
 def list_schedule(
-    problem: Problem, samples: LongSamples, bound_s: float, share: float, block: int
+    problem: Problem, samples: LongSamples, target_s: float, share: float, block: int
 ) -> ListSchedule:
-    """Plan a free-running step in which no long sample runs longer than `share` of the bound, if it can.
+    """Plan a free-running step of `target_s`, with no long sample longer than `share` of it where it can be.
 
     1. Each sample takes its least degree that meets the limit; those on several ranks become rings. Widest
        first, a ring goes to the node where it can start first, on its ranks that are free first.
-    2. The others go longest first: into the largest idle time before a ring that holds them, else to the
-       rank with most time left, as packs of up to E tokens.
+    2. The others go longest first, as packs of up to E tokens, where they leave least time before a ring or
+       before the target (best fit); those that find no such place, to the rank with most time left.
 
-    Complexity: O(rings · log N + wide rings · nodes + degrees · nodes + K log (K + N)).
+    Complexity: O(rings · log N + wide rings · nodes + degrees · nodes + K log (K + N)), and moving
+    entries of sorted lists of length N.
     """
-    top_speed = problem.cluster.top_speed
-    limit_s = np.maximum(share * bound_s * top_speed, _NEAR_BEST * samples.best_s)
-    degrees = samples.ladder.degrees(limit_s)
+    limit_s = target_s * problem.cluster.top_speed
+    degrees = samples.ladder.degrees(np.maximum(share * limit_s, np.minimum(limit_s, samples.near_best_s)))
     wide = np.flatnonzero(degrees > 1)
     seconds = samples.ladder.times_s(degrees[wide], wide)
     order = np.lexsort((wide, -seconds, -degrees[wide]))
@@ -75,13 +75,13 @@ def list_schedule(
     nodes = _Blocks(problem, block)
     lists = samples.index[wide].tolist(), degrees[wide].tolist(), seconds.tolist(), crossing_s.tolist()
     rings = [nodes.place(*ring) for ring in zip(*lists, strict=True)]
-    ends = nodes.ends(bound_s)
+    ends = nodes.ends(target_s)
     single = np.ones(problem.size, dtype=bool)
     single[samples.index[wide]] = False
     singles = np.flatnonzero(single)
     singles = singles[np.argsort(-problem.work_s[singles], kind="stable")]
     _fill(problem, [gap for ring in rings for gap in ring.gaps], ends, singles.tolist())
-    step_s = max(bound_s - end.left_s / end.speed for end in ends)
+    step_s = max([target_s - end.left_s / end.speed for end in ends])
     return ListSchedule(rings, ends, step_s)
 
 
@@ -97,6 +97,10 @@ class _Blocks:
             [(0.0, -rank) for rank in reversed(range(start, min(start + per_node, cluster.ranks)))]
             for start in starts
         ]
+        # The same times as rows, for rings wider than a node; a last, smaller node has endless ones.
+        self._table_s = np.full((len(starts), per_node), np.inf)
+        for node, free in enumerate(self._free):
+            self._table_s[node, : len(free)] = 0.0
         self._degree = 0
         self._heap: list[tuple[float, float, int]] = []
 
@@ -104,7 +108,7 @@ class _Blocks:
         """Where the ring can start first, and then idles least; never wider after narrower."""
         per_node = self._block
         parts = self._across(degree) if degree > per_node else [(self._inside(degree), degree)]
-        start_s = max(self._free[node][count - 1][0] for node, count in parts)
+        start_s = max([self._free[node][count - 1][0] for node, count in parts])
         taken = [entry for node, count in parts for entry in self._take(node, count, start_s)]
         ranks = tuple(sorted([-name for _, name in taken]))
         if self._cluster.node_of(ranks[0]) != self._cluster.node_of(ranks[-1]):
@@ -112,7 +116,11 @@ class _Blocks:
         end_s = start_s + seconds / self._cluster.speed(ranks)
         for rank in ranks:
             insort(self._free[rank // per_node], (end_s, -rank))
-        if len(parts) == 1:
+        if degree > per_node:
+            for node, _ in parts:
+                free = self._free[node]
+                self._table_s[node, : len(free)] = [free_s for free_s, _ in free]
+        else:
             heapq.heapreplace(self._heap, self._key(parts[0][0], degree))
         gaps = [self._gap(start_s - free_s, -name) for free_s, name in taken if free_s < start_s]
         return Ring(sample, ranks, gaps)
@@ -144,50 +152,60 @@ class _Blocks:
         return self._heap[0][2]
 
     def _across(self, degree: int) -> list[tuple[int, int]]:
-        """Whole nodes, then the rest of the ring in one more: the fewest links between nodes."""
-        free, per_node = self._free, self._block
-        count, rest = divmod(degree, per_node)
-        full = sorted((entries[-1][0], node) for node, entries in enumerate(free) if len(entries) == per_node)
-        start_s = full[count - 1][0]
+        """Whole nodes, then the rest of the ring in one more: the fewest links between nodes.
+
+        The whole nodes are the last of those that are free by the start; the rest goes where it leaves least
+        idle time, or where a node is free first.
+        """
+        table_s = self._table_s
+        count, rest = divmod(degree, self._block)
+        full_s = table_s[:, -1]
+        order = np.argsort(full_s, kind="stable")
+        start_s = float(full_s[order[count - 1]])
         if rest:
-            spare = [node for _, node in full[count:]]
-            spare += [node for node in range(len(free)) if rest <= len(free[node]) < per_node]
-            start_s = max(start_s, min(free[node][rest - 1][0] for node in spare))
-        upto = bisect_right(full, (start_s, len(free)))
-        whole = [node for _, node in full[max(0, upto - count) : upto]]
-        parts = [(node, per_node) for node in whole]
+            spare = np.ones(len(table_s), dtype=bool)
+            spare[order[:count]] = False
+            start_s = max(start_s, float(table_s[spare, rest - 1].min()))
+        upto = int(np.searchsorted(full_s[order], start_s, side="right"))
+        whole = order[max(0, upto - count) : max(count, upto)]
+        parts = [(node, self._block) for node in whole.tolist()]
         if rest:
-            others = [n for n in range(len(free)) if n not in whole and len(free[n]) >= rest]
-            able = [node for node in others if free[node][rest - 1][0] <= start_s]
-            parts.append((min(able or others, key=lambda node: self._idle_key(node, rest, start_s)), rest))
+            parts.append((self._rest(whole, rest, start_s), rest))
         return parts
 
-    def _idle_key(self, node: int, count: int, start_s: float) -> tuple[float, int, int]:
-        """Idle time that a ring leaves in a node, or how late the node is; then the fuller node."""
-        free = self._free[node]
-        upto = max(count, bisect_right(free, (start_s, 1)))
-        idle_s = sum([abs(start_s - entry[0]) for entry in free[upto - count : upto]])
-        return idle_s, upto, node
+    def _rest(self, whole: Integers, count: int, start_s: float) -> int:
+        """The node for a part of a ring: least idle before the start, else least late; then the fuller."""
+        table_s = self._table_s
+        others = np.ones(len(table_s), dtype=bool)
+        others[whole] = False
+        able = np.flatnonzero(others & (table_s[:, count - 1] <= start_s))
+        if not len(able):
+            return int(np.argmin(np.where(others, table_s[:, count - 1], np.inf)))
+        upto = (table_s[able] <= start_s).sum(axis=1)
+        columns = upto[:, None] - np.arange(1, count + 1)
+        idle_s = (start_s - np.take_along_axis(table_s[able], columns, axis=1)).sum(axis=1)
+        return int(able[np.lexsort((able, upto, idle_s))[0]])
 
-    def ends(self, bound_s: float) -> list[Gap]:
-        """Time left on every rank until the bound, ranks ascending."""
+    def ends(self, target_s: float) -> list[Gap]:
+        """Time left on every rank until the target, ranks ascending."""
         free = sorted((-name, free_s) for node in self._free for free_s, name in node)
-        return [self._gap(bound_s - free_s, rank) for rank, free_s in free]
+        return [self._gap(target_s - free_s, rank) for rank, free_s in free]
 
 
 def _fill(problem: Problem, gaps: list[Gap], ends: list[Gap], samples: list[int]) -> None:
     """Samples, longest first; no gap before a ring is overfilled, ends of ranks can always take more."""
     work_s, rows, pack_s = problem.work_s.tolist(), problem.rows, problem.cost.pack_s
     capacity = problem.cluster.tokens_per_rank
-    slots = gaps + ends
-    before = [(-gap.left_s, index) for index, gap in enumerate(gaps)]
-    after = [(-end.left_s / end.speed, index) for index, end in enumerate(ends, len(gaps))]
-    heapq.heapify(before)
-    heapq.heapify(after)
+    before = sorted([(gap.left_s, index) for index, gap in enumerate(gaps)])
+    after = sorted([(end.left_s, index) for index, end in enumerate(ends)])
     for sample in samples:
         tokens, seconds = rows[sample][0], work_s[sample]
-        heap = before if before and -before[0][0] >= seconds + pack_s else after
-        index = heap[0][1]
+        slots, entries = gaps, before
+        at = _best_fit(before, gaps, tokens, seconds, pack_s) if before else -1
+        if at < 0:
+            slots, entries = ends, after
+            at = _best_fit(after, ends, tokens, seconds, pack_s)
+        _, index = entries.pop(at)
         slot = slots[index]
         for number, room in enumerate(slot.rooms):
             if room >= tokens:
@@ -199,7 +217,23 @@ def _fill(problem: Problem, gaps: list[Gap], ends: list[Gap], samples: list[int]
             slot.rooms.append(capacity - tokens)
             seconds += pack_s
         slot.left_s -= seconds
-        heapq.heapreplace(heap, (-slot.left_s / slot.speed, index))
+        insort(entries, (slot.left_s, index))
+
+
+def _best_fit(
+    entries: list[tuple[float, int]], slots: list[Gap], tokens: int, seconds: float, pack_s: float
+) -> int:
+    """Where in ascending entries the least time left suffices, -1 (also the most time left) if none does.
+
+    A slot whose packs have no room for the sample must hold one more pack; a few that may are looked at.
+    """
+    at = bisect_left(entries, (seconds,))
+    for near in range(at, min(at + _LOOKS, len(entries))):
+        left_s, index = entries[near]
+        if left_s >= seconds + pack_s or any(room >= tokens for room in slots[index].rooms):
+            return near
+    at = bisect_left(entries, (seconds + pack_s,), at)
+    return at if at < len(entries) else -1
 
 
 def in_waves(problem: Problem, made: ListSchedule) -> Assignment:

@@ -1,15 +1,16 @@
 """Policy `flexcp`, the default: plans the whole global batch at once, by time, within memory.
 
 Its own plan is taken as it is once it is within 0.5 % of the bound. Until then `paper` and `static` are asked
-too, and the best plan wins. So flexcp <= max(other, 1.005 · bound) always, and flexcp <= other wherever its
-own plan is not that close. This holds up to 4096 samples; beyond, `paper`,
-which packs in O(K·K'), would take minutes and is not asked.
+too, and the best plan wins. So flexcp <= max(other, 1.005 · bound), and flexcp <= other wherever its own plan
+is not that close. In lockstep this holds up to 4096 samples; beyond, `paper`, which packs in O(K·K'), would
+take minutes and is not asked. Free-running it holds up to 256 samples: more samples fill every rank, and
+asking takes longer than planning. From there to 4096 others are asked where the own plan is 3 % off.
 """
 
 from __future__ import annotations
 
 from flexcp.planner.bounds import lower_bound_s
-from flexcp.planner.degrees import long_samples
+from flexcp.planner.degrees import LongSamples, long_samples
 from flexcp.planner.list_schedule import ListSchedule, in_waves, list_schedule
 from flexcp.planner.policies import paper, static
 from flexcp.planner.problem import Assignment, Problem
@@ -18,32 +19,41 @@ from flexcp.planner.waves import search
 
 # No more is tried once a plan is within this factor of the bound.
 CLOSE_ENOUGH = 1.005
-# Beyond this a free-running step is also sought among lockstep plans, run without their barriers.
-_FAR = 1.03
-# Others are asked, and free-running steps sought among lockstep plans, for batches up to this many samples.
+# Others are asked for batches up to this many samples; free-running, beyond so many only where a step is far
+# from the bound. Such steps are also sought among lockstep plans, run without their barriers.
 MOST_ASKED_SAMPLES = 4096
-# Free-running: the longest that one long sample may run, as shares of the bound of the step.
-_SHARES = (1.0, 0.5, 0.25, 0.12)
-# Where the bound itself cannot be met, shares above 1: part of the way to the best step found.
-_LONGER = (0.5, 0.75, 0.25)
+MOST_ALWAYS_ASKED = 256
+_FAR = 1.03
+# Other ways to lay out rings are tried where the first leaves a step this far from the bound.
+_NEAR = 1.015
+# A target is not sought more closely than this share of the bound.
+_CLOSE_TARGETS = 0.002
+# Free-running: the longest that one long sample may run, as shares of the step.
+_SHARES = (0.5, 0.25)
+# Targets tried for each way to lay out rings, at most.
+_TARGETS = 4
+_ROUNDING = 1 + 1e-9
 
 
 def assign(problem: Problem) -> Assignment:
-    """Free-running: list schedules, several ways. Lockstep: a search for waves. Both stop when close.
+    """Free-running: list schedules for several targets. Lockstep: a search for waves. Both stop when close.
 
-    Complexity: that of `list_schedule` or `waves.search`; the other policies' on top where the gap is wide.
+    Complexity: that of `list_schedule` or `waves.search`; the other policies' on top where they are asked.
     """
-    goal_s = CLOSE_ENOUGH * lower_bound_s(problem)
+    bound_s = lower_bound_s(problem)
     candidates: list[Assignment] = []
+    enough_s = CLOSE_ENOUGH * bound_s
     if problem.mode == "free-running":
-        made = list_schedules(problem, goal_s)
+        made = list_schedules(problem, enough_s)
         candidates.append(in_waves(problem, made))
-        if made.step_s <= goal_s or problem.size > MOST_ASKED_SAMPLES:
+        if problem.size > MOST_ALWAYS_ASKED:
+            enough_s = _FAR * bound_s
+        if made.step_s <= enough_s or problem.size > MOST_ASKED_SAMPLES:
             return candidates[0]
-    if not candidates or made.step_s > _FAR * lower_bound_s(problem):
+    if not candidates or made.step_s > _FAR * bound_s:
         candidates += search(problem)
     best = min(candidates, key=lambda candidate: _step_s(problem, candidate))
-    if _step_s(problem, best) <= goal_s or problem.size > MOST_ASKED_SAMPLES:
+    if _step_s(problem, best) <= enough_s or problem.size > MOST_ASKED_SAMPLES:
         return best
     return min((best, paper.assign(problem), static.assign(problem)), key=lambda x: _step_s(problem, x))
 
@@ -55,23 +65,33 @@ def _step_s(problem: Problem, assignment: Assignment) -> float:
 def list_schedules(problem: Problem, goal_s: float) -> ListSchedule:
     """The best list schedule; the first that is close enough.
 
-    First rings stay inside nodes where they fit. Where that leaves too much idle, any ranks may form a ring,
-    at the price of links between nodes.
+    Rings stay inside nodes where they fit. Where that leaves a step far from the bound, any ranks may form a
+    ring, at the price of links between nodes, and samples may get more ranks than the target asks for.
     """
     bound_s = lower_bound_s(problem)
     samples = long_samples(problem, _SHARES[-1] * bound_s * problem.cluster.top_speed)
-    node, everywhere = problem.cluster.ranks_per_node, problem.ranks
+    node = problem.cluster.ranks_per_node
+    best = list_schedule(problem, samples, (bound_s + goal_s) / 2, 1.0, node)
+    best = _lower(problem, samples, best, goal_s, (1.0, node))
+    for layout in ((1.0, problem.ranks), *((share, node) for share in _SHARES)):
+        if best.step_s > _NEAR * bound_s:
+            best = _lower(problem, samples, best, goal_s, layout)
+    return best
 
-    best = list_schedule(problem, samples, bound_s, 1.0, node)
-    for block in (node, everywhere):
-        for share in _SHARES:
-            if best.step_s <= goal_s:
-                return best
-            made = list_schedule(problem, samples, bound_s, share, block)
-            best = min(best, made, key=lambda x: x.step_s)
-    over = best.step_s / bound_s - 1
-    for part in _LONGER:
-        if best.step_s > goal_s:
-            made = list_schedule(problem, samples, bound_s, 1 + part * over, node)
-            best = min(best, made, key=lambda x: x.step_s)
+
+def _lower(
+    problem: Problem, samples: LongSamples, best: ListSchedule, goal_s: float, layout: tuple[float, int]
+) -> ListSchedule:
+    """The best step by bisecting for the least target that can be met: the goal first, no lower."""
+    low_s = lower_bound_s(problem)
+    close_s = _CLOSE_TARGETS * low_s
+    target_s = goal_s
+    for _ in range(_TARGETS):
+        if best.step_s <= max(goal_s, low_s + close_s):
+            break
+        made = list_schedule(problem, samples, target_s, *layout)
+        if made.step_s > target_s * _ROUNDING:
+            low_s = target_s
+        best = min(best, made, key=lambda x: x.step_s)
+        target_s = max(goal_s, (low_s + best.step_s) / 2)
     return best
