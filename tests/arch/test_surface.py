@@ -1,10 +1,12 @@
 """What the package shows to the outside: public names, policies, and the tree in the README."""
 
+import ast
 import inspect
 import re
 from pathlib import Path
 
 import flexcp
+import flexcp.core.errors
 from flexcp.planner import POLICIES
 
 ROOT = Path(__file__).parents[2]
@@ -65,3 +67,23 @@ def _paths(block: str) -> list[str]:
         else:
             paths += ["".join(stack) + name for name in names.split()]
     return paths
+
+
+def test_every_error_for_a_user_has_a_remedy():
+    """One line of cause, one line of what to do: an error raised with a cause alone is half an error."""
+    plain = set(flexcp.core.errors._kinds(flexcp.FlexCPError)) - {
+        "PlanError",  # lists violations
+        "SampleTooLongError",
+        "UnknownNameError",
+        "MissingExtraError",
+    }
+    halves = []
+    for path in sorted(Path(flexcp.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            raised = node.exc if isinstance(node, ast.Raise) else None
+            if not isinstance(raised, ast.Call) or getattr(raised.func, "id", "") not in plain:
+                continue
+            if len(raised.args) < 2:
+                halves.append(f"{path.name}:{node.lineno}")
+
+    assert halves == []

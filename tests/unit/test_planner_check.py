@@ -43,7 +43,6 @@ BROKEN = {
         replace(GOOD, tasks=(*GOOD.tasks, Task((), (0,), LAST.wave, 1e9, 1e9))),
         "holds no sample",
     ),
-    "id twice": (replace(GOOD, samples=(Sample(1, 30000), *GOOD.samples[1:])), "id 1 occurs 2 times"),
     "no ranks": (with_task(0, ranks=()), "has no ranks"),
     "rank out of range": (with_task(0, ranks=(8, *FIRST.ranks[1:])), "names rank 8 of 8"),
     "rank negative": (with_task(0, ranks=(-1, *FIRST.ranks[1:])), "names rank -1 of 8"),
@@ -79,3 +78,10 @@ def test_predictions_are_compared_with_the_model():
         for violation in check(with_task(0, end_s=FIRST.end_s * 0.99), COST)
     )
     assert any("less than its bound" in violation for violation in check(replace(GOOD, bound_s=1e9), COST))
+
+
+def test_a_sample_may_occur_twice_in_a_batch():
+    """A batch that spans epochs may draw a sample again; its positions tell the two apart."""
+    samples = (Sample(3, 100), Sample(3, 100), Sample(5, 40))
+
+    assert check(make_plan(samples, Cluster(4, 64), COST)) == ()

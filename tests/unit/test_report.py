@@ -15,7 +15,7 @@ from flexcp.cost.model import CostModel, Link
 from flexcp.planner import make_plan
 from flexcp.planner.problem import Problem
 from flexcp.report.explain import communication_share, explain, tight_bound
-from flexcp.report.tables import Outcome, choice_table, format_ranks, plan_table, policy_table
+from flexcp.report.tables import Outcome, choice_table, format_ranks, policy_table
 from flexcp.report.timeline import plan_svg, plan_timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -163,15 +163,6 @@ def test_outcome_averages_over_steps(plan):
     assert twice.idle_share == pytest.approx(once.idle_share) == pytest.approx(plan.idle_share)
     assert twice.waves == 2
     assert twice.degrees == {1: 4, 3: 2, 4: 2}
-
-
-def test_plan_table_names_the_widest_tasks(plan):
-    """Widest first, ranks shortened, the rest counted."""
-    text = rendered(plan_table(plan, most=1))
-
-    assert "0–1, 3–4" in text
-    assert "2,700" in text
-    assert "3 smaller tasks not shown" in text
 
 
 def test_ranks_in_ring_order_are_shown_as_a_set():

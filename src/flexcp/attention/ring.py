@@ -63,7 +63,10 @@ def ring_attention(
 
 def _check(q: Tensor, k: Tensor, v: Tensor, layout: Layout, exchange: Exchange) -> None:
     if exchange.degree != layout.degree:
-        raise InputError(f"the group has {exchange.degree} members, the layout is for {layout.degree}")
+        raise InputError(
+            f"the group has {exchange.degree} members, the layout is for {layout.degree}",
+            "Take both from the same task.",
+        )
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         raise InputError(f"{shapes} do not fit together", "They are [T, Hq, D], [T, Hk, D], [T, Hk, D].")
@@ -72,9 +75,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: Layout, exchange: Exchange) 
         raise InputError(
             f"member {exchange.member} gave {q.shape[0]} rows of q and {k.shape[0]} of k and v; "
             f"the layout places {rows} rows there",
+            "Give the rows of the layout, in its order, without padding.",
         )
     if not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise InputError(f"{q.shape[1]} query heads do not divide among {k.shape[1]} key/value heads")
+        raise InputError(
+            f"{q.shape[1]} query heads do not divide among {k.shape[1]} key/value heads",
+            "The number of query heads is a multiple of that of the key/value heads.",
+        )
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         kinds = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
         raise InputError(f"q, k and v differ: {kinds}", "They share one dtype and one device.")

@@ -119,7 +119,10 @@ def static_plan(degree: int, setting: Setting, samples: Sequence[Sample]) -> Pla
     """
     longest = max(sample.tokens for sample in samples)
     if (needed := setting.cluster.min_degree(longest)) > degree:
-        raise InfeasibleError(f"a sample of {longest} tokens needs degree {needed}, the layout has {degree}")
+        raise InfeasibleError(
+            f"a sample of {longest} tokens needs degree {needed}, the layout has {degree}",
+            "Give the degree that is really in use, or the tokens per rank.",
+        )
     problem = setting.problem(samples)
     layouts = (schedule(problem, assignment) for assignment in static.with_degree(problem, degree))
     tasks = min(layouts, key=lambda tasks: max(task.end_s for task in tasks))

@@ -39,9 +39,6 @@ def check(plan: Plan, cost: CostModel | None = None) -> tuple[str, ...]:
 
 
 def _samples(plan: Plan) -> Iterator[str]:
-    for sample_id, count in Counter(sample.id for sample in plan.samples).items():
-        if count > 1:
-            yield f"sample id {sample_id} occurs {count} times in the batch"
     counts = Counter(position for task in plan.tasks for position in task.samples)
     for position in range(len(plan.samples)):
         if counts[position] != 1:

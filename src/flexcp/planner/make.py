@@ -39,7 +39,7 @@ def make_plan(
     """Plan one global batch. A pure function: same input, same plan, on every rank.
 
     Args:
-        samples: the global batch; ids are unique.
+        samples: the global batch.
         cluster: ranks, nodes and tokens per rank.
         cost: seconds of packs.
         policy: a name of `POLICIES`.

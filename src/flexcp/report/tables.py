@@ -189,32 +189,6 @@ def _change(seconds: float, other_s: float | None) -> str:
     return ("+" if other_s >= seconds else "-") + format_seconds(abs(other_s - seconds))
 
 
-def plan_table(plan: Plan, most: int = 12) -> Table:
-    """The widest tasks of one plan: what runs on how many ranks, and when; at most `most` rows."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
-    table.add_column("wave", justify="right")
-    table.add_column("degree", justify="right")
-    table.add_column("ranks")
-    for name in ("samples", "tokens", "longest", "start", "time"):
-        table.add_column(name, justify="right")
-    widest = sorted(plan.tasks, key=lambda task: (-task.degree, task.wave, task.ranks))
-    for task in widest[:most]:
-        tokens = [sample.tokens for sample in plan.pack(task)]
-        table.add_row(
-            str(task.wave),
-            str(task.degree),
-            format_ranks(task.ranks),
-            str(len(tokens)),
-            f"{sum(tokens):,}",
-            f"{max(tokens):,}",
-            format_seconds(task.start_s) if task.start_s else "0 s",
-            format_seconds(task.duration_s),
-        )
-    if len(widest) > most:
-        table.caption = f"{len(widest) - most} smaller tasks not shown"
-    return table
-
-
 def rank_runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
     """Maximal runs of neighbouring ranks as inclusive pairs, whatever the ring order.
 
