@@ -17,9 +17,10 @@ from flexcp.cli.inputs import Inputs, global_batches, read_inputs, refuse_too_lo
 from flexcp.cli.plan_json import report_json
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import ConfigError, UnknownNameError
-from flexcp.core.model_shape import MODEL_SHAPES, model_shape
+from flexcp.core.model_shape import MODEL_SHAPES, ModelShape, model_shape
 from flexcp.core.plan import Mode
-from flexcp.cost import HARDWARE, cost_model, hardware, tokens_per_rank
+from flexcp.cost import HARDWARE, cost_model, tokens_per_rank
+from flexcp.cost.calibration import hardware_at, is_calibration, read_calibration
 from flexcp.planner import MODES, POLICIES
 from flexcp.planner.make import priced
 from flexcp.report.explain import explain as explain_plan
@@ -36,7 +37,12 @@ def plan(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(MODEL_SHAPES)}.", rich_help_panel=_CLUSTER)],
     ranks: Annotated[int, typer.Option(help="Ranks, one per TP×PP cell.", rich_help_panel=_CLUSTER)],
     hardware_name: Annotated[
-        str, typer.Option("--hardware", help=f"One of {', '.join(HARDWARE)}.", rich_help_panel=_CLUSTER)
+        str,
+        typer.Option(
+            "--hardware",
+            help=f"One of {', '.join(HARDWARE)}, or the .json of flexcp profile.",
+            rich_help_panel=_CLUSTER,
+        ),
     ] = "h100",
     ranks_per_node: Annotated[
         int, typer.Option(help="Ranks that share the fast links.", rich_help_panel=_CLUSTER)
@@ -88,7 +94,7 @@ def plan(
     ] = None,
 ) -> None:
     """Plan global batches and compare policies; needs no accelerator and no torch."""
-    shape, device = model_shape(model), hardware(hardware_name)
+    shape, device = model_shape(model), hardware_at(hardware_name)
     _refuse_below_one(ranks=ranks, global_batch=global_batch, steps=steps)
     if policy != "all" and policy not in POLICIES:
         raise UnknownNameError("policy", policy, ["all", *POLICIES])
@@ -113,7 +119,7 @@ def plan(
         "current_cp": current_cp,
         "mode": mode,
         "whole_below_tokens": setting.whole_below_tokens,
-        "notices": _notices(given, setting.cluster),
+        "notices": [*_notices(given, setting.cluster), *_extrapolated(hardware_name, shape, given, ranks)],
     }
     report = _Report(
         inputs, setting, outcomes, baseline, verdict(outcomes[-1], baseline, given.lengths, setting)
@@ -155,6 +161,13 @@ def _notices(given: Inputs, cluster: Cluster) -> list[str]:
         return list(given.notices)
     node = f"{cluster.ranks} ranks in nodes of {cluster.ranks_per_node}: the last node has {last}."
     return [*given.notices, node]
+
+
+def _extrapolated(name: str, shape: ModelShape, given: Inputs, ranks: int) -> tuple[str, ...]:
+    """What a calibration did not see of what is planned; presets say nothing."""
+    if not is_calibration(name):
+        return ()
+    return read_calibration(Path(name)).notices(shape, int(given.lengths.max()), ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flexcp.core.errors import ConfigError, UnknownNameError
-from flexcp.cost.presets import hardware
+from flexcp.cost.calibration import hardware_at
 from flexcp.planner import POLICIES
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -59,7 +59,7 @@ class ParallelSection(_Section):
     nproc: int = Field(default=1, ge=1, description="local ranks, when not started by torchrun")
     sharding: Literal["ddp", "fsdp2"] = "fsdp2"
     policy: str = "flexcp"
-    hardware: str = "cpu"
+    hardware: str = Field(default="cpu", description="a preset, or the .json of `flexcp profile`")
     tokens_per_rank: int | None = Field(default=None, ge=1, description="unset: from the hardware's memory")
     ranks_per_node: int = Field(default=8, ge=1)
     whole_below_tokens: int | None = Field(default=None, ge=0, description="shorter samples are never cut")
@@ -142,7 +142,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
             f"data.path {data} does not exist", "Paths are relative to where flexcp is started."
         )
     # Names are looked up before any rank is started: a typing error should not cost a minute.
-    hardware(config.parallel.hardware)
+    hardware_at(config.parallel.hardware)
     if config.parallel.policy not in POLICIES:
         raise UnknownNameError("policy", config.parallel.policy, POLICIES)
     return config

@@ -23,11 +23,12 @@ from flexcp.core.cluster import Cluster
 from flexcp.core.errors import CheckpointError, ConfigError, DataError
 from flexcp.core.model_shape import ModelShape
 from flexcp.core.trace import TraceWriter
+from flexcp.cost.calibration import hardware_at, is_calibration, read_calibration
 from flexcp.cost.memory import tokens_per_rank
 from flexcp.cost.model import cost_model
-from flexcp.cost.presets import hardware
 from flexcp.integrations.transformers import blocks_of, enable, shape_of
 from flexcp.planner import Planner
+from flexcp.profiler.measure import device_name
 from flexcp.runtime.batches import MicroBatch
 from flexcp.runtime.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
 from flexcp.runtime.engine import Engine
@@ -72,6 +73,8 @@ def train(world: World, config: TrainConfig, resume: bool = False, quiet: bool =
         optimizer = _optimizer(model, config.optimizer)
         schedule = LambdaLR(optimizer, partial(learning_rate_factor, config.optimizer, run.steps))
         outputs.describe(config, corpus, model, planner)
+        for text in _calibration_notices(config, corpus, world):
+            outputs.notice(text)
         with contextlib.ExitStack() as stack:
             stack.enter_context(enable(model))
             trace = stack.enter_context(TraceWriter(trace_path(run.folder, first_step, world.rank)))
@@ -206,7 +209,7 @@ def _tokens_per_rank(config: TrainConfig, world: World, shape: ModelShape) -> in
     sharding: Literal["ddp", "zero1"] = "ddp" if parallel.sharding == "ddp" else "zero1"
     return parallel.tokens_per_rank or tokens_per_rank(
         shape,
-        hardware(parallel.hardware),
+        hardware_at(parallel.hardware),
         world.size,
         sharding=sharding,
         checkpointing=config.run.gradient_checkpointing,
@@ -220,13 +223,24 @@ def _build(config: TrainConfig, corpus: Corpus, world: World) -> tuple[Planner, 
     # Ranks on one CPU share its cores; an accelerator belongs to its rank alone.
     speed = num_cores() / world.local_size if world.device.type == "cpu" else 1.0
     cost = cost_model(
-        shape, hardware(parallel.hardware), checkpointing=config.run.gradient_checkpointing, speed=speed
+        shape, hardware_at(parallel.hardware), checkpointing=config.run.gradient_checkpointing, speed=speed
     )
     cluster = Cluster(world.size, _tokens_per_rank(config, world, shape), parallel.ranks_per_node)
     planner = Planner(cluster, cost, policy=parallel.policy, whole_below_tokens=parallel.whole_below_tokens)
     model = build_model(hf_config, config.run, world.device)
     dtype = torch.bfloat16 if config.run.dtype == "bf16" else None
     return planner, shard(model, parallel.sharding, blocks=blocks_of(model), param_dtype=dtype)
+
+
+def _calibration_notices(config: TrainConfig, corpus: Corpus, world: World) -> tuple[str, ...]:
+    """What the user should know of the calibration in use; refuses that of another device."""
+    name = config.parallel.hardware
+    if not is_calibration(name):
+        return ()
+    calibration = read_calibration(Path(name))
+    calibration.require_device(device_name(world.device))
+    shape = shape_of(model_config(config.model, corpus.vocab, corpus.longest))
+    return calibration.notices(shape, corpus.longest, world.size)
 
 
 def _optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:

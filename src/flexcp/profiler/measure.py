@@ -1,0 +1,199 @@
+"""Runs one kind of task at a time, forward and backward, through the parts that training uses.
+
+On a CPU, where ranks share cores, time is what the process spent on cores: waiting for a peer that had no
+core is not the task's. On an accelerator it is wall time.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flexcp.core.cluster import Cluster
+from flexcp.core.errors import InputError
+from flexcp.core.plan import Plan, Task
+from flexcp.core.sample import Sample
+from flexcp.cost.fit import fit_link
+from flexcp.cost.model import Link, Load
+from flexcp.runtime.batches import make_micro_batch
+from flexcp.runtime.launch import World
+from flexcp.runtime.step import loss_sum_of
+from flexcp.runtime.transport import Transport
+
+_MESSAGE_BYTES = (1 << 12, 1 << 18, 1 << 20, 1 << 22)
+_MESSAGE_REPEATS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A kind of task: `samples` sequences of about equal length, `tokens` in all, on groups of `degree`."""
+
+    tokens: int
+    samples: int
+    degree: int
+
+    @property
+    def sequences(self) -> tuple[Sample, ...]:
+        """The samples of one pack; lengths differ by one at most."""
+        share, rest = divmod(self.tokens, self.samples)
+        return tuple(Sample(index, share + (index < rest)) for index in range(self.samples))
+
+    @property
+    def load(self) -> Load:
+        """What the time formula sees of it: every sample is cut."""
+        return sum((Load.of(sample, 0) for sample in self.sequences), Load())
+
+
+class Bench:
+    """One rank's side of the measurements; all ranks call the same methods in the same order.
+
+    Args:
+        model: takes `input_ids`, `position_ids` and `flexcp`, with FlexCP attention on.
+        vocab: ids are drawn below it.
+        world: this rank.
+        cast: dtype of the computation under autocast; None for that of the weights.
+    """
+
+    def __init__(self, model: nn.Module, vocab: int, world: World, cast: torch.dtype | None = None) -> None:
+        self._model, self._vocab, self._world, self._cast = model, vocab, world, cast
+        self._transport = Transport()
+        self._random = np.random.default_rng(world.rank)
+
+    @property
+    def clock(self) -> str:
+        """`cpu` or `wall`, see the module."""
+        return "cpu" if self._world.device.type == "cpu" else "wall"
+
+    def seconds(self, cell: Cell) -> float:
+        """Run one pack of a cell in every group that the ranks can form; NaN on a rank that is left over."""
+        plan = _plan(cell, self._world.size)
+        mine = plan.tasks_of(self._world.rank)
+        dist.barrier()
+        if not mine:
+            return math.nan
+        task = plan.tasks[mine[0]]
+        ids = {
+            place: self._random.integers(0, self._vocab, plan.samples[place].tokens) for place in task.samples
+        }
+        examples = {place: {"input_ids": values} for place, values in ids.items()}
+        micro = make_micro_batch(plan, task, examples, self._transport, self._world.device)
+        device = self._world.device.type
+        begun_s = self._now_s()
+        with torch.autocast(device, self._cast, enabled=self._cast is not None):
+            output = self._model(**micro.inputs)
+        (loss_sum_of(output, micro) / cell.tokens).backward()  # type: ignore[no-untyped-call]
+        seconds = self._now_s() - begun_s
+        # Gradients stay allocated, as between the tasks of a step: adding to them is part of a task.
+        self._model.zero_grad(set_to_none=False)
+        return seconds
+
+    def link(self) -> Link:
+        """Bandwidth and latency of messages to the next rank, by the transport of the rings."""
+        medians = [self._message_s(size) for size in _MESSAGE_BYTES]
+        return fit_link(_MESSAGE_BYTES, medians)
+
+    def _message_s(self, message_bytes: int) -> float:
+        ranks = range(self._world.size)
+        exchange = self._transport.exchange(ranks)
+        following, previous = (exchange.member + 1) % len(ranks), (exchange.member - 1) % len(ranks)
+        leaving = torch.zeros(message_bytes, dtype=torch.uint8, device=self._world.device)
+        arriving = torch.empty_like(leaving)
+        times = []
+        for _ in range(_MESSAGE_REPEATS):
+            dist.barrier()
+            begun_s = self._now_s()
+            exchange.post([(leaving, following)], [(arriving, previous)]).wait()
+            times.append(self._now_s() - begun_s)
+        # Every rank must come to the same link; the mean of the ranks is one number for all.
+        mean = torch.tensor(statistics.median(times), dtype=torch.float64, device=self._world.device)
+        dist.all_reduce(mean)
+        return float(mean) / len(ranks)
+
+    def _now_s(self) -> float:
+        if self._world.device.type == "cpu":
+            return time.process_time()
+        torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    def peak_bytes(self) -> int:
+        """The most memory that this process has held so far, on its device."""
+        if self._world.device.type != "cpu":
+            return int(torch.accelerator.max_memory_allocated())
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _plan(cell: Cell, ranks: int) -> Plan:
+    """As many groups side by side as there are ranks for, as in training; each has a pack of its own."""
+    groups = ranks // cell.degree
+    if not groups:
+        raise InputError(
+            f"degree {cell.degree} needs more than the {ranks} ranks there are", "Launch more ranks."
+        )
+    pack = cell.sequences
+    samples = tuple(
+        Sample(group * len(pack) + sample.id, sample.tokens) for group in range(groups) for sample in pack
+    )
+    tasks = tuple(
+        Task(
+            samples=tuple(range(group * len(pack), (group + 1) * len(pack))),
+            ranks=tuple(range(group * cell.degree, (group + 1) * cell.degree)),
+            wave=0,
+            start_s=0.0,
+            end_s=0.0,
+        )
+        for group in range(groups)
+    )
+    return Plan("profile", "free-running", Cluster(ranks, cell.tokens), 0, samples, tasks, 0.0)
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself; a calibration is for this device alone."""
+    if device.type != "cpu":
+        module: Any = torch.get_device_module(device)
+        return f"{device.type}: {module.get_device_name(device)}"
+    return f"cpu: {_processor()}"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def memory_bytes(world: World) -> int:
+    """Memory of one rank: of its device, or its share of the machine's."""
+    if world.device.type != "cpu":
+        module: Any = torch.get_device_module(world.device)
+        return int(module.mem_get_info(world.device)[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world.local_size
+
+
+def growth_per_token(tokens: Sequence[int], peaks: Sequence[int]) -> float | None:
+    """Bytes by which the peak grew per token, from the smaller half of the tasks to the largest.
+
+    None where it did not grow, so small tasks hid below what the process had held before.
+
+    >>> growth_per_token([100, 200, 400], [5000, 5000, 7000])
+    10.0
+    """
+    if len(tokens) < 2:
+        return None
+    base = max(0, len(tokens) - 2)
+    growth = peaks[-1] - peaks[base]
+    return growth / (tokens[-1] - tokens[base]) if growth > 0 else None

@@ -1,0 +1,163 @@
+"""Arranges the tasks to measure under a budget of time, and fits what was measured."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import numpy as np
+import torch
+
+from flexcp.core.errors import InputError
+from flexcp.core.model_shape import ModelShape
+from flexcp.cost.calibration import Calibration, Setup, fit
+from flexcp.cost.measurements import Measurement
+from flexcp.profiler.measure import Bench, Cell, device_name, growth_per_token, memory_bytes
+from flexcp.runtime.collectives import all_gather_rows, broadcast_text
+from flexcp.runtime.launch import World
+
+# Called with (what is being done, share of the budget that is spent).
+Progress = Callable[[str, float], None]
+
+_SHORTEST_TOKENS = 32
+_SAMPLES = (1, 4)
+_FIRST_PASS_SHARE = 0.15  # of the budget: leaves time to repeat what the first pass reached five times
+_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 15
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is profiled, beside the module itself.
+
+    Attributes:
+        shape: of the model.
+        checkpointing: layers are recomputed in the backward pass.
+        element_bytes: bytes of an activation.
+    """
+
+    shape: ModelShape
+    checkpointing: bool
+    element_bytes: int
+
+
+def profile(
+    world: World,
+    bench: Bench,
+    subject: Subject,
+    *,
+    longest_tokens: int,
+    budget_s: float,
+    progress: Progress = lambda what, share: None,
+) -> Calibration:
+    """Measure and fit. All ranks call it, and all get the same calibration.
+
+    A first pass goes from short to long until a seventh of the budget is spent; the rest repeats what it
+    reached, round after round, so that a slow spell of the machine touches every task alike. Medians count.
+
+    Args:
+        world: this rank.
+        bench: what runs a task.
+        subject: what the tasks are of.
+        longest_tokens: no sample is longer.
+        budget_s: seconds to spend.
+        progress: called on every rank after each task.
+
+    Raises:
+        InputError: one rank alone, or a budget that is too short to tell the coefficients apart.
+    """
+    if world.size < 2:
+        raise InputError("one rank has no ring to measure", "Profile with --nproc 2 or more.")
+    begun_s = time.monotonic()
+    progress("links", 0.0)
+    link = bench.link()
+    clock = _Budget(begun_s, budget_s, progress)
+    cells, peaks = _first_pass(bench, grid(world.size, longest_tokens), clock)
+    rounds: list[list[float]] = []
+    while len(rounds) < _MOST_ROUNDS and (len(rounds) < _FEWEST_ROUNDS or clock.left("repeating")):
+        rounds.append([bench.seconds(cell) for cell in cells])
+    times = _agreed(rounds, bench.clock, world.device)
+    setup = Setup(
+        device=device_name(world.device),
+        clock=bench.clock,
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        versions={"flexcp": version("flexcp"), "torch": str(torch.__version__)},
+        model=subject.shape,
+        checkpointing=subject.checkpointing,
+        element_bytes=subject.element_bytes,
+        link=link,
+        memory_bytes=memory_bytes(world),
+        memory_bytes_per_token=_largest(growth_per_token(*peaks), world.device),
+    )
+    rows = [Measurement(cell.load, cell.degree, seconds) for cell, seconds in zip(cells, times, strict=True)]
+    return fit(rows, setup)
+
+
+def grid(ranks: int, longest_tokens: int) -> list[Cell]:
+    """Tasks from short to long: lengths double, one sample and four, degrees 1 to 4 and half steps on.
+
+    >>> [cell.degree for cell in grid(ranks=12, longest_tokens=32) if cell.samples == 1]
+    [1, 2, 3, 4, 6, 8, 12]
+    """
+    degrees = [d for d in range(1, ranks + 1) if d <= 4 or d == ranks or _is_half_step(d)]
+    lengths = [_SHORTEST_TOKENS]
+    while lengths[-1] * 2 <= longest_tokens:
+        lengths.append(lengths[-1] * 2)
+    return [Cell(tokens, samples, d) for tokens in lengths for samples in _SAMPLES for d in degrees]
+
+
+def _is_half_step(degree: int) -> bool:
+    """A power of two, or three quarters of one."""
+    odd = degree // (degree & -degree)
+    return odd in (1, 3)
+
+
+class _Budget:
+    """Time that is left; rank 0 decides for all, or ranks would run different tasks."""
+
+    def __init__(self, begun_s: float, budget_s: float, progress: Progress) -> None:
+        self._begun_s, self._budget_s, self._progress = begun_s, budget_s, progress
+
+    def left(self, what: str, share: float = 1.0) -> bool:
+        """Whether less than a share of the budget is spent."""
+        spent = (time.monotonic() - self._begun_s) / self._budget_s
+        self._progress(what, min(1.0, spent))
+        return broadcast_text("go" if spent < share else "stop", 0, "profiling") == "go"
+
+
+def _first_pass(
+    bench: Bench, cells: Sequence[Cell], clock: _Budget
+) -> tuple[list[Cell], tuple[list[int], list[int]]]:
+    """Warm up from short to long until the share is spent; cells that ran, and peak memory by tokens."""
+    reached: list[Cell] = []
+    tokens: list[int] = []
+    peaks: list[int] = []
+    for cell in cells:
+        if not clock.left("first pass", _FIRST_PASS_SHARE) and len({c.tokens for c in reached}) > 1:
+            break
+        bench.seconds(cell)
+        reached.append(cell)
+        if (cell.samples, cell.degree) == (1, 1):
+            tokens.append(cell.tokens)
+            peaks.append(bench.peak_bytes())
+    return reached, (tokens, peaks)
+
+
+def _agreed(rounds: Sequence[Sequence[float]], clock: str, device: torch.device) -> list[float]:
+    """One time per cell, the same on all ranks.
+
+    Medians over rounds, then over ranks the mean of the time on cores, or the longest wall time: a group is
+    as slow as its slowest member.
+    """
+    mine = torch.tensor(np.median(np.array(rounds), axis=0), dtype=torch.float64, device=device)
+    ranks = all_gather_rows(mine, "profiling").cpu().numpy()
+    combined = np.nanmean(ranks, axis=0) if clock == "cpu" else np.nanmax(ranks, axis=0)
+    return [float(seconds) for seconds in combined]
+
+
+def _largest(growth: float | None, device: torch.device) -> float | None:
+    """Of all ranks, the one that grew most decides what a rank can hold."""
+    mine = torch.tensor([growth or 0.0], dtype=torch.float64, device=device)
+    return float(all_gather_rows(mine, "profiling").max()) or None
