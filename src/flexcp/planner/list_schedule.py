@@ -24,7 +24,7 @@ class Gap:
     """Idle time of one rank: before one of its rings, or (`last`) after all of them.
 
     Seconds here are those of a rank at speed 1; `left_s` of a last gap is measured from the target and may
-    become negative.
+    become negative. `rooms` are the tokens that each pack can still take, `room` is the largest of them.
     """
 
     rank: int
@@ -32,6 +32,7 @@ class Gap:
     speed: float
     packs: list[list[int]] = field(default_factory=list)
     rooms: list[int] = field(default_factory=list)
+    room: int = 0
 
 
 @dataclass(slots=True)
@@ -80,7 +81,7 @@ def list_schedule(
     single[samples.index[wide]] = False
     singles = np.flatnonzero(single)
     singles = singles[np.argsort(-problem.work_s[singles], kind="stable")]
-    _fill(problem, [gap for ring in rings for gap in ring.gaps], ends, singles.tolist())
+    _fill(problem, [gap for ring in rings for gap in ring.gaps], ends, singles)
     step_s = max([target_s - end.left_s / end.speed for end in ends])
     return ListSchedule(rings, ends, step_s)
 
@@ -192,32 +193,32 @@ class _Blocks:
         return [self._gap(target_s - free_s, rank) for rank, free_s in free]
 
 
-def _fill(problem: Problem, gaps: list[Gap], ends: list[Gap], samples: list[int]) -> None:
+def _fill(problem: Problem, gaps: list[Gap], ends: list[Gap], samples: Integers) -> None:
     """Samples, longest first; no gap before a ring is overfilled, ends of ranks can always take more."""
-    work_s, rows, pack_s = problem.work_s.tolist(), problem.rows, problem.cost.pack_s
-    capacity = problem.cluster.tokens_per_rank
+    capacity, pack_s = problem.cluster.tokens_per_rank, problem.cost.pack_s
     before = sorted([(gap.left_s, index) for index, gap in enumerate(gaps)])
     after = sorted([(end.left_s, index) for index, end in enumerate(ends)])
-    for sample in samples:
-        tokens, seconds = rows[sample][0], work_s[sample]
+    columns = samples.tolist(), problem.counts[samples, 0].tolist(), problem.work_s[samples].tolist()
+    for sample, tokens, seconds in zip(*columns, strict=True):
         slots, entries = gaps, before
         at = _best_fit(before, gaps, tokens, seconds, pack_s) if before else -1
         if at < 0:
             slots, entries = ends, after
             at = _best_fit(after, ends, tokens, seconds, pack_s)
-        _, index = entries.pop(at)
+        left_s, index = entries.pop(at)
         slot = slots[index]
-        for number, room in enumerate(slot.rooms):
-            if room >= tokens:
-                slot.packs[number].append(sample)
-                slot.rooms[number] = room - tokens
-                break
+        rooms = slot.rooms
+        if slot.room >= tokens:
+            number = next(number for number, room in enumerate(rooms) if room >= tokens)
+            slot.packs[number].append(sample)
+            rooms[number] -= tokens
         else:
             slot.packs.append([sample])
-            slot.rooms.append(capacity - tokens)
+            rooms.append(capacity - tokens)
             seconds += pack_s
-        slot.left_s -= seconds
-        insort(entries, (slot.left_s, index))
+        slot.room = max(rooms)
+        slot.left_s = left_s = left_s - seconds
+        insort(entries, (left_s, index))
 
 
 def _best_fit(
@@ -227,12 +228,14 @@ def _best_fit(
 
     A slot whose packs have no room for the sample must hold one more pack; a few that may are looked at.
     """
+    if entries[-1][0] < seconds:
+        return -1
     at = bisect_left(entries, (seconds,))
-    for near in range(at, min(at + _LOOKS, len(entries))):
-        left_s, index = entries[near]
-        if left_s >= seconds + pack_s or any(room >= tokens for room in slots[index].rooms):
+    with_pack_s = seconds + pack_s
+    for near, (left_s, index) in enumerate(entries[at : at + _LOOKS], at):
+        if left_s >= with_pack_s or slots[index].room >= tokens:
             return near
-    at = bisect_left(entries, (seconds + pack_s,), at)
+    at = bisect_left(entries, (with_pack_s,), at)
     return at if at < len(entries) else -1
 
 

@@ -151,16 +151,20 @@ class Problem:
         totals = [sum(column) for column in columns[:-1]] + [max(columns[-1])]
         return Pack(positions, Load(*totals), degree, ranks)
 
-    def packs(self, samples: Sequence[Sequence[int]], ranks: Sequence[tuple[int, ...]]) -> list[Pack]:
-        """Many packs at once, each on its ranks."""
+    def totals(self, samples: Sequence[Sequence[int]]) -> Integers:
+        """`Load.counts` of many packs at once, shape (packs, 6)."""
         sizes = np.array([0, *map(len, samples)])
         counts = self.counts[list(chain.from_iterable(samples))]
         starts = np.cumsum(sizes)[:-1]
-        totals = np.add.reduceat(counts, starts)
+        totals: Integers = np.add.reduceat(counts, starts)
         totals[:, 5] = np.maximum.reduceat(counts[:, 5], starts)
+        return totals
+
+    def packs(self, samples: Sequence[Sequence[int]], ranks: Sequence[tuple[int, ...]]) -> list[Pack]:
+        """Many packs at once, each on its ranks."""
         return [
             Pack(tuple(positions), Load(*row), len(group), group)
-            for positions, row, group in zip(samples, totals.tolist(), ranks, strict=True)
+            for positions, row, group in zip(samples, self.totals(samples).tolist(), ranks, strict=True)
         ]
 
     def seconds(self, pack: Pack) -> float:

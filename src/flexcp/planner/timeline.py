@@ -44,7 +44,7 @@ def _first(item: tuple[Group, Pack, float]) -> Group:
 def _seconds(problem: Problem, assignment: Assignment, groups: list[tuple[Group, ...]]) -> list[float]:
     """Seconds of every pack on its ranks, in one call of the cost model."""
     cluster = problem.cluster
-    counts = np.array([pack.load.counts for wave in assignment for pack in wave], dtype=np.float64)
+    counts = problem.totals([pack.samples for wave in assignment for pack in wave]).astype(np.float64)
     flat = [group for wave in groups for group in wave]
     degrees = np.array([len(group) for group in flat])
     crosses = np.array([len(group) > 1 and crosses_nodes(group, cluster) for group in flat])

@@ -51,7 +51,7 @@ def assign(problem: Problem) -> Assignment:
         if made.step_s <= enough_s or problem.size > MOST_ASKED_SAMPLES:
             return candidates[0]
     if not candidates or made.step_s > _FAR * bound_s:
-        candidates += search(problem)
+        candidates += search(problem, enough_s)
     best = min(candidates, key=lambda candidate: _step_s(problem, candidate))
     if _step_s(problem, best) <= enough_s or problem.size > MOST_ASKED_SAMPLES:
         return best
