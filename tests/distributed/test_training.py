@@ -206,6 +206,22 @@ def children_of(pid: int) -> list[int]:
     return [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
+def test_torchrun_starts_the_same_run(tmp_path: Path) -> None:
+    """Two ranks of a launcher that is not ours, described by the environment."""
+    config = write_toml(tmp_path, run__steps=2, parallel__tokens_per_rank=600, data__eval_samples=0)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = subprocess.run(
+        [*command, "-m", "flexcp", "train", str(config), "--quiet"],
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+
+    assert run.returncode == 0, run.stderr
+    assert sorted(losses(tmp_path / "run")) == [0, 1]
+    assert len(list((tmp_path / "run" / "trace").rglob("rank-*.jsonl"))) == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "cause", "remedy"),
     [
