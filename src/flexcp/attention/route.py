@@ -42,7 +42,7 @@ class Route:
 
 @lru_cache(maxsize=4096)
 def make_route(layout: Layout, member: int) -> Route:
-    """The ring as `member` sees it; pure and cached, since every layer asks for it twice.
+    """The ring as `member` sees it; pure and cached, since every layer asks for it.
 
     >>> from flexcp.core.layout import make_layout
     >>> from flexcp.core.sample import Sample

@@ -14,7 +14,7 @@ import numpy as np
 
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import ConfigError, InfeasibleError, UnsupportedError
-from flexcp.core.layout import DEFAULT_WHOLE_BELOW_TOKENS
+from flexcp.core.layout import default_whole_below_tokens
 from flexcp.core.lengths import Lengths
 from flexcp.core.plan import Mode, Plan
 from flexcp.core.sample import Sample
@@ -47,7 +47,7 @@ class Setting:
     @property
     def whole_below_tokens(self) -> int:
         """Samples shorter than this are never cut."""
-        return min(DEFAULT_WHOLE_BELOW_TOKENS, self.cluster.tokens_per_rank // 2)
+        return default_whole_below_tokens(self.cluster.tokens_per_rank)
 
     def problem(self, samples: Sequence[Sample]) -> Problem:
         """One global batch under this setting."""

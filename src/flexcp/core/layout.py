@@ -23,7 +23,16 @@ from functools import lru_cache
 
 from flexcp.core.sample import Sample
 
-DEFAULT_WHOLE_BELOW_TOKENS = 512
+_WHOLE_BELOW_TOKENS = 512
+
+
+def default_whole_below_tokens(tokens_per_rank: int) -> int:
+    """Samples shorter than this are not worth cutting; at most half of what a rank holds, so that packs fit.
+
+    >>> default_whole_below_tokens(8192), default_whole_below_tokens(600)
+    (512, 300)
+    """
+    return min(_WHOLE_BELOW_TOKENS, tokens_per_rank // 2)
 
 
 @dataclass(frozen=True, slots=True)

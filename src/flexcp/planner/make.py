@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import ConfigError, LengthsError, SampleTooLongError, UnknownNameError
-from flexcp.core.layout import DEFAULT_WHOLE_BELOW_TOKENS
+from flexcp.core.layout import default_whole_below_tokens
 from flexcp.core.plan import Mode, Plan
 from flexcp.core.sample import Sample
 from flexcp.cost.model import CostModel
@@ -115,7 +115,7 @@ def _problem(
         raise SampleTooLongError(longest.id, longest.tokens, cluster.tokens_per_rank, cluster.ranks)
     most = cluster.tokens_per_rank // 2
     if whole_below_tokens is None:
-        whole_below_tokens = min(DEFAULT_WHOLE_BELOW_TOKENS, most)
+        whole_below_tokens = default_whole_below_tokens(cluster.tokens_per_rank)
     if not 0 <= whole_below_tokens <= most:
         raise ConfigError(
             f"whole_below_tokens is {whole_below_tokens}, with {cluster.tokens_per_rank} tokens per rank",

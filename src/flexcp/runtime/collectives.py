@@ -69,7 +69,12 @@ def raise_together(trouble: BaseException | None, what: str) -> None:
         FlexCPError: of the same kind on every rank; the rank is named unless all ranks had trouble.
     """
     has_trouble = torch.tensor([trouble is not None], dtype=torch.int64, device=collective_device())
-    troubled = all_gather_rows(has_trouble, what)[:, 0].nonzero()[:, 0].tolist()
+    raise_first(all_gather_rows(has_trouble, what)[:, 0], trouble, what)
+
+
+def raise_first(has_trouble: Tensor, trouble: BaseException | None, what: str) -> None:
+    """The second half of `raise_together`, for who has gathered the flags [N] along with other numbers."""
+    troubled = has_trouble.nonzero()[:, 0].tolist()
     if troubled:
         mine = error_to_json(trouble) if trouble is not None else ""
         error = error_from_json(broadcast_text(mine, troubled[0], what))

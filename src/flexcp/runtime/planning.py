@@ -18,7 +18,7 @@ import torch.distributed as dist
 from flexcp.core.errors import DisagreementError, error_from_json, error_to_json
 from flexcp.core.plan import Plan
 from flexcp.core.sample import Sample
-from flexcp.runtime.collectives import all_gather_rows, broadcast_text, collective_device, raise_together
+from flexcp.runtime.collectives import all_gather_rows, broadcast_text, collective_device, raise_first
 
 PlanFunction = Callable[[Sequence[Sample]], Plan]
 
@@ -103,10 +103,11 @@ def meet(plan: Plan, supervised_tokens: int, trouble: Exception | None) -> int:
         FlexCPError: the trouble of some rank, on all ranks alike, before any gradient.
         DisagreementError: ranks hold different plans; they are named.
     """
-    raise_together(trouble, "the opening of a step")
+    what = "the opening of a step"
     digest = int(plan.digest[:15], 16)
-    mine = torch.tensor([supervised_tokens, digest], dtype=torch.int64, device=collective_device())
-    rows = all_gather_rows(mine, "the opening of a step")
+    mine = [supervised_tokens, digest, trouble is not None]
+    rows = all_gather_rows(torch.tensor(mine, dtype=torch.int64, device=collective_device()), what)
+    raise_first(rows[:, 2], trouble, what)
     others = [rank for rank, row in enumerate(rows.tolist()) if row[1] != digest]
     if others:
         raise DisagreementError(
