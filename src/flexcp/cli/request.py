@@ -1,0 +1,161 @@
+"""What `plan` and `simulate` are asked in the same words: the shared options, and what they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flexcp.cli.comparison import Setting
+from flexcp.cli.inputs import Inputs, global_batches, read_inputs, refuse_too_long
+from flexcp.core.cluster import Cluster
+from flexcp.core.errors import ConfigError, UnknownNameError
+from flexcp.core.model_shape import MODEL_SHAPES, ModelShape, model_shape
+from flexcp.core.plan import Mode
+from flexcp.core.sample import Sample
+from flexcp.cost import HARDWARE, cost_model, tokens_per_rank
+from flexcp.cost.calibration import hardware_at, is_calibration, read_calibration
+from flexcp.planner import MODES
+
+CLUSTER, BATCH, POLICY, OUTPUT = "Model and cluster", "Global batch", "Policies", "Output"
+
+LengthFiles = Annotated[
+    list[Path], typer.Argument(help="Length files: JSON, JSON lines, CSV, text, .idx, ServeGen.")
+]
+ModelName = Annotated[str, typer.Option(help=f"One of {', '.join(MODEL_SHAPES)}.", rich_help_panel=CLUSTER)]
+Ranks = Annotated[int, typer.Option(help="Ranks, one per TP×PP cell.", rich_help_panel=CLUSTER)]
+HardwareName = Annotated[
+    str,
+    typer.Option(
+        "--hardware",
+        help=f"One of {', '.join(HARDWARE)}, or the .json of flexcp profile.",
+        rich_help_panel=CLUSTER,
+    ),
+]
+RanksPerNode = Annotated[int, typer.Option(help="Ranks that share the fast links.", rich_help_panel=CLUSTER)]
+TokensPerRank = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens-per-rank",
+        help="Tokens one rank may hold at a time.",
+        show_default="from memory",
+        rich_help_panel=CLUSTER,
+    ),
+]
+Column = Annotated[
+    str | None,
+    typer.Option(help="Column or key of the lengths.", show_default="usual", rich_help_panel=BATCH),
+]
+GlobalBatch = Annotated[int, typer.Option(help="Samples a step.", rich_help_panel=BATCH)]
+Seed = Annotated[int, typer.Option(help="Which samples are drawn.", rich_help_panel=BATCH)]
+ModeName = Annotated[
+    str,
+    typer.Option(
+        help="free-running, as the engine runs: ranks meet once a step; lockstep: after every wave.",
+        rich_help_panel=POLICY,
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to plan, read and checked.
+
+    Attributes:
+        inputs: what was asked, for the record: JSON values.
+    """
+
+    shape: ModelShape
+    setting: Setting
+    given: Inputs
+    batches: tuple[tuple[Sample, ...], ...]
+    inputs: dict[str, Any]
+
+    @property
+    def headline(self) -> str:
+        """The setting in one sentence."""
+        given = self.inputs
+        steps = f"{given['steps']} step{'s' if given['steps'] > 1 else ''}"
+        return (
+            f"{given['model']} on {given['ranks']} × {given['hardware']} ({given['ranks_per_node']} a node), "
+            f"up to {given['tokens_per_rank']:,} tokens a rank, {given['mode']}; "
+            f"{given['samples']:,} lengths, global batch {given['global_batch']}, {steps}, "
+            f"seed {given['seed']}"
+        )
+
+
+def read_request(
+    lengths: Sequence[Path],
+    *,
+    model: str,
+    ranks: int,
+    hardware_name: str,
+    ranks_per_node: int,
+    tokens: int | None,
+    column: str | None,
+    global_batch: int,
+    steps: int,
+    seed: int,
+    mode: str,
+) -> Request:
+    """Read the files and check the options; the arguments are the options of the same names.
+
+    Raises:
+        InputError: an option or a length cannot be used; it is named.
+    """
+    shape, device = model_shape(model), hardware_at(hardware_name)
+    _refuse_below_one(ranks=ranks, global_batch=global_batch, steps=steps)
+    per_rank = tokens if tokens is not None else tokens_per_rank(shape, device, ranks)
+    setting = Setting(Cluster(ranks, per_rank, ranks_per_node), cost_model(shape, device), _mode(mode))
+    given = read_inputs(lengths, column)
+    refuse_too_long(given, setting.cluster)
+    batches = global_batches(given, global_batch, steps, seed)
+    inputs = {
+        "lengths": [str(path) for path in lengths],
+        "samples": len(given.lengths),
+        "model": model,
+        "hardware": hardware_name,
+        "ranks": ranks,
+        "ranks_per_node": ranks_per_node,
+        "tokens_per_rank": per_rank,
+        "global_batch": global_batch,
+        "steps": len(batches),
+        "seed": seed,
+        "mode": mode,
+        "whole_below_tokens": setting.whole_below_tokens,
+        "notices": [*_notices(given, setting.cluster), *_extrapolated(hardware_name, shape, given, ranks)],
+    }
+    return Request(shape, setting, given, batches, inputs)
+
+
+def _mode(name: str) -> Mode:
+    for mode in MODES:
+        if mode == name:
+            return mode
+    raise UnknownNameError("mode", name, MODES)
+
+
+def _refuse_below_one(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(f"{option} is {count}", f"{option} is at least 1.")
+
+
+def _notices(given: Inputs, cluster: Cluster) -> list[str]:
+    """What the user should know before believing the numbers."""
+    last = cluster.ranks % cluster.ranks_per_node
+    if not last or cluster.ranks < cluster.ranks_per_node:
+        return list(given.notices)
+    node = f"{cluster.ranks} ranks in nodes of {cluster.ranks_per_node}: the last node has {last}."
+    return [*given.notices, node]
+
+
+def _extrapolated(name: str, shape: ModelShape, given: Inputs, ranks: int) -> tuple[str, ...]:
+    """What a calibration did not see of what is planned; presets say nothing."""
+    if not is_calibration(name):
+        return ()
+    return read_calibration(Path(name)).notices(shape, int(given.lengths.max()), ranks)
