@@ -35,11 +35,11 @@ from flexcp.planner import Planner, make_plan
 
 if TYPE_CHECKING:
     from flexcp.attention import ring_attention
+    from flexcp.core.metrics import StepReport
     from flexcp.integrations import transformers
     from flexcp.runtime.batches import MicroBatch
     from flexcp.runtime.engine import Engine
     from flexcp.runtime.launch import World, launch
-    from flexcp.runtime.metrics import StepReport
     from flexcp.runtime.sharding import shard
     from flexcp.runtime.step import Step
 
@@ -90,7 +90,7 @@ _LAZY = {
     "Engine": "flexcp.runtime.engine",
     "MicroBatch": "flexcp.runtime.batches",
     "Step": "flexcp.runtime.step",
-    "StepReport": "flexcp.runtime.metrics",
+    "StepReport": "flexcp.core.metrics",
     "World": "flexcp.runtime.launch",
     "launch": "flexcp.runtime.launch",
     "ring_attention": "flexcp.attention",

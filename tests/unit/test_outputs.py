@@ -12,11 +12,14 @@ import pytest
 from torch import nn
 
 from flexcp.core.cluster import Cluster
+from flexcp.core.metrics import StepReport
+from flexcp.core.run_folder import read_info, read_reports, trace_path
 from flexcp.core.trace import Span, TraceWriter
-from flexcp.runtime.metrics import StepReport
+from flexcp.cost.model import CostModel, Link
+from flexcp.planner import Planner
 from flexcp.train.config import TrainConfig
 from flexcp.train.data import Skipped
-from flexcp.train.outputs import Outputs, trace_path
+from flexcp.train.outputs import Outputs
 
 
 def report(step: int, loss: float) -> StepReport:
@@ -66,6 +69,8 @@ def test_records_of_later_steps_are_dropped_on_resume(tmp_path: Path) -> None:
     assert records[0]["gap"] == 1.2
     assert records[0]["tokens_per_s"] == 1000.0
     assert records[0]["lr"] == 0.1
+    assert [report.step for report in read_reports(tmp_path)] == list(range(8))
+    assert next(read_reports(tmp_path)) == report(0, 5.0)
 
 
 def test_a_new_run_starts_with_empty_metrics(tmp_path: Path) -> None:
@@ -103,7 +108,8 @@ def test_what_is_about_to_run_is_described(tmp_path: Path, capsys: pytest.Captur
     """With every reason for which data was left out."""
     skipped = (Skipped("empty", 2, ("a.txt", "b.txt")), Skipped("not text", 1, ("c.bin",)))
     corpus: Any = SimpleNamespace(train=SimpleNamespace(lengths=np.array([7, 1200])), skipped=skipped)
-    planner: Any = SimpleNamespace(cluster=Cluster(3, 4096), policy="flexcp")
+    link = Link(1e9, 1e-5)
+    planner = Planner(Cluster(3, 4096), CostModel(1e-9, 1e-6, 0.0, 0.0, 0.0, 10.0, 2, link, link))
     with Outputs(tmp_path, 9, 5, rank=0, shown=True) as outputs:
         outputs.describe(TrainConfig(), corpus, nn.Linear(1000, 1000), planner)
     text = capsys.readouterr().out
@@ -114,6 +120,10 @@ def test_what_is_about_to_run_is_described(tmp_path: Path, capsys: pytest.Captur
     assert "1 skipped, not text: c.bin" in text
     assert "resumed at step 5" in text
     assert json.loads((tmp_path / "config.json").read_text())["run"]["steps"] == 100
+    info = read_info(tmp_path)
+    assert (info.origin, info.policy, info.mode) == ("measured", "flexcp", "free-running")
+    assert (info.cluster, info.whole_below_tokens) == (Cluster(3, 4096), 512)
+    assert info.coefficients["pair_s"] == 1e-9
 
 
 def test_other_ranks_neither_write_nor_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from flexcp.core.errors import damaged_line
+from flexcp.core.plan import Plan, Task
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -21,7 +24,7 @@ class Span:
         name: what ran: `plan`, `data`, `task`, `reduce`, `optimizer`, …
         start_s, end_s: seconds since the start of the run, on that rank's own clock.
         step: step index, or -1 outside of steps.
-        detail: small JSON values worth showing beside the span (samples, degree, prediction).
+        detail: small JSON values worth showing beside the span; those of a task are `task_detail`.
     """
 
     rank: int
@@ -30,6 +33,23 @@ class Span:
     end_s: float
     step: int = -1
     detail: dict[str, Any] | None = None
+
+
+def task_detail(plan: Plan, task: Task, rank: int) -> dict[str, Any]:
+    """What the span of a task says of it on one rank: enough to draw prediction beside measurement.
+
+    `samples` are ids, `tokens` their lengths, `rows` the tokens that this rank holds, `predicted_start_s`
+    counts from the start of the step, `predicted_s` is the duration.
+    """
+    pack = plan.pack(task)
+    return {
+        "degree": task.degree,
+        "samples": [sample.id for sample in pack],
+        "tokens": [sample.tokens for sample in pack],
+        "rows": plan.layout(task).rows(task.ranks.index(rank)),
+        "predicted_start_s": task.start_s,
+        "predicted_s": task.duration_s,
+    }
 
 
 class TraceWriter:
@@ -61,11 +81,20 @@ class TraceWriter:
 
 
 def read_spans(path: Path) -> Iterator[Span]:
-    """Spans of one file, in the order written; a last line that a killed rank left unfinished is dropped."""
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield Span(**json.loads(line))
+    """Spans of one file, in the order written; a last line that a killed rank left unfinished is dropped.
+
+    Raises:
+        InputError: another line is damaged; it is named.
+    """
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith("\n"):
+                return
+            try:
+                span = Span(**json.loads(line))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise damaged_line(path, number, error) from None
+            yield span
 
 
 def to_perfetto(spans: Iterable[Span]) -> str:

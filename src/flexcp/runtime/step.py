@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from flexcp.core.errors import RunError, UnsupportedError
+from flexcp.core.metrics import StepReport
+from flexcp.core.trace import task_detail
 from flexcp.runtime.batches import MicroBatch
 from flexcp.runtime.collectives import all_gather_rows, peers_in_reach
 from flexcp.runtime.loss import token_loss_sum
-from flexcp.runtime.metrics import StepReport
 from flexcp.runtime.planning import PlannedStep
 from flexcp.runtime.sharding import clip_gradients
 
@@ -89,9 +90,7 @@ class Step:
             self._task_begun_s,
             now_s,
             self.index,
-            degree=micro.task.degree,
-            samples=micro.sample_ids,
-            predicted_s=micro.task.duration_s,
+            **task_detail(self.plan, micro.task, self._engine.rank),
         )
 
     def reduce_gradients(self) -> float:

@@ -18,10 +18,12 @@ from rich.table import Table
 from torch import nn
 
 from flexcp.core.errors import ConfigError
+from flexcp.core.layout import default_whole_below_tokens
+from flexcp.core.metrics import StepReport
+from flexcp.core.run_folder import RunInfo, metrics_path, trace_path
 from flexcp.core.trace import read_spans, to_perfetto
 from flexcp.planner import Planner
 from flexcp.report.tables import format_degrees
-from flexcp.runtime.metrics import StepReport
 from flexcp.train.config import TrainConfig, to_json
 from flexcp.train.corpus import Corpus
 
@@ -65,7 +67,7 @@ class Outputs:
                     f"run.folder {folder} cannot be made ({error.strerror})", "Choose another one."
                 ) from error
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step or None)
-            _drop_metrics(folder / "metrics.jsonl", first_step)
+            _drop_metrics(metrics_path(folder), first_step)
 
     def __enter__(self) -> Outputs:
         self._bar.start()
@@ -89,6 +91,7 @@ class Outputs:
         if not self._first:
             return
         (self._folder / "config.json").write_text(to_json(config))
+        run_info(config, planner).write(self._folder)
         lengths = corpus.train.lengths
         parameters = sum(parameter.numel() for parameter in model.parameters())
         cluster = planner.cluster
@@ -112,7 +115,7 @@ class Outputs:
         if not self._first:
             return
         self._console.print(_line(report), highlight=False)
-        record = {**asdict(report), "lr": lr, "gap": report.gap, "tokens_per_s": report.tokens_per_s}
+        record = {**report.to_record(), "lr": lr}
         self._append(record)
         for name in ("loss", "grad_norm", "lr", "tokens_per_s", "gap", "idle_share"):
             self._scalar(f"train/{name}", record[name], report.step)
@@ -154,12 +157,30 @@ class Outputs:
         )
 
     def _append(self, record: dict[str, object]) -> None:
-        with (self._folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        with metrics_path(self._folder).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
     def _scalar(self, name: str, value: object, step: int) -> None:
         if self._board is not None:
             self._board.add_scalar(name, value, step)
+
+
+def run_info(config: TrainConfig, planner: Planner) -> RunInfo:
+    """What reports must know of a run beside its steps."""
+    model = config.model
+    whole_below_tokens = planner.whole_below_tokens
+    if whole_below_tokens is None:
+        whole_below_tokens = default_whole_below_tokens(planner.cluster.tokens_per_rank)
+    return RunInfo(
+        origin="measured",
+        model=str(model.config or f"{model.architecture}, {model.layers} layers of {model.hidden}"),
+        hardware=config.parallel.hardware,
+        policy=planner.policy,
+        mode=planner.mode,
+        cluster=planner.cluster,
+        whole_below_tokens=whole_below_tokens,
+        coefficients=asdict(planner.cost),
+    )
 
 
 def _count(number: int) -> str:
@@ -172,11 +193,6 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return str(number)
-
-
-def trace_path(folder: Path, first_step: int, rank: int) -> Path:
-    """Spans of one rank of one attempt; clocks of different attempts do not share an origin."""
-    return folder / "trace" / f"from-step-{first_step:08d}" / f"rank-{rank}.jsonl"
 
 
 def _drop_metrics(path: Path, first_step: int) -> None:

@@ -21,7 +21,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import CheckpointError, ConfigError, DataError
+from flexcp.core.metrics import StepReport
 from flexcp.core.model_shape import ModelShape
+from flexcp.core.run_folder import trace_path
 from flexcp.core.trace import TraceWriter
 from flexcp.cost.calibration import hardware_at, is_calibration, read_calibration
 from flexcp.cost.memory import tokens_per_rank
@@ -33,12 +35,11 @@ from flexcp.runtime.batches import MicroBatch
 from flexcp.runtime.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
 from flexcp.runtime.engine import Engine
 from flexcp.runtime.launch import World, num_cores
-from flexcp.runtime.metrics import StepReport
 from flexcp.runtime.sharding import shard
 from flexcp.train.config import OptimizerSection, TrainConfig
 from flexcp.train.corpus import Corpus, open_corpus
 from flexcp.train.model import build_model, compute_dtype, model_config
-from flexcp.train.outputs import Outputs, trace_path
+from flexcp.train.outputs import Outputs
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +50,18 @@ class StepReport:
     def tokens_per_s(self) -> float:
         """Tokens of the global batch over the wall time of the step."""
         return self.tokens / self.step_s
+
+    def to_record(self) -> dict[str, Any]:
+        """The line of `metrics.jsonl`: the fields, and what is computed from them."""
+        return {**asdict(self), "gap": self.gap, "tokens_per_s": self.tokens_per_s}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> StepReport:
+        """Read what `to_record` wrote and JSON carried; keys that are not fields are left out.
+
+        Raises:
+            KeyError: a field is missing.
+        """
+        values = {field.name: record[field.name] for field in fields(cls)}
+        values["degrees"] = {int(degree): count for degree, count in values["degrees"].items()}
+        return cls(**values)
