@@ -27,7 +27,15 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "module",
-    ["flexcp", "flexcp.core", "flexcp.cost", "flexcp.planner", "flexcp.report.timeline", "flexcp.cli"],
+    [
+        "flexcp",
+        "flexcp.core",
+        "flexcp.cost",
+        "flexcp.planner",
+        "flexcp.report.timeline",
+        "flexcp.simulate",
+        "flexcp.cli",
+    ],
 )
 def test_imports_without_torch(module):
     """The base install is enough to import the heart."""
@@ -53,6 +61,15 @@ def test_plan_without_torch():
 
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["inputs"]["global_batch"] == 512
+
+
+def test_simulate_without_torch():
+    """`flexcp simulate` runs on a base install, through more than one epoch."""
+    call = ["simulate", str(LENGTHS), "--model", "qwen3-8b", "--ranks", "64", "--steps", "6", "--json"]
+    result = run(f"from flexcp.cli import main; sys.exit(main({call!r}))")
+
+    assert result.returncode == 0, result.stderr
+    assert [step["step"] for step in json.loads(result.stdout)["steps"]] == list(range(6))
 
 
 def test_help_and_env_without_torch():

@@ -21,6 +21,7 @@ VERBS = {
     "env": "Show versions, processors and memory: what to paste into a bug report.",
     "lengths": "Turn training data into a file of sample lengths.",
     "plan": "Plan global batches and compare policies; needs no accelerator and no torch.",
+    "simulate": "Run plans as discrete events: links, slow ranks, jitter, failures; needs no torch.",
     "profile": "Measure this machine, for plans that follow its real times.",
     "train": "Train a model as a TOML file says.",
 }

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,9 @@ from flexcp.core.cluster import Cluster
 from flexcp.core.errors import SampleTooLongError
 from flexcp.core.lengths import Lengths, read_lengths, read_samples
 from flexcp.core.sample import Sample
+from flexcp.runtime.order import batch_indices
 
+Batch = tuple[Sample, ...]
 Spans = tuple[tuple[int, int], ...]
 
 _MANY = 10_000_000
@@ -85,7 +88,7 @@ def refuse_too_long(inputs: Inputs, cluster: Cluster) -> None:
         raise SampleTooLongError(f"sample {longest}", tokens, cluster.tokens_per_rank, cluster.ranks)
 
 
-def global_batches(inputs: Inputs, size: int, steps: int, seed: int) -> tuple[tuple[Sample, ...], ...]:
+def global_batches(inputs: Inputs, size: int, steps: int, seed: int) -> tuple[Batch, ...]:
     """Draw without replacement; fewer or smaller batches where the samples run out.
 
     >>> inputs = Inputs(np.arange(10, 15), {}, ())
@@ -96,3 +99,27 @@ def global_batches(inputs: Inputs, size: int, steps: int, seed: int) -> tuple[tu
     chosen = random.Random(seed).sample(range(count), min(count, size * steps))  # noqa: S311 (no secret)
     drawn = [inputs.sample(index) for index in chosen]
     return tuple(tuple(drawn[start : start + size]) for start in range(0, len(drawn), size))
+
+
+@dataclass(frozen=True, slots=True)
+class EpochBatches(Sequence[Batch]):
+    """The global batches that a training run would draw, epoch after epoch; each made when asked for.
+
+    >>> batches = EpochBatches(Inputs(np.arange(10, 15), {}, ()), size=3, steps=4, seed=0)
+    >>> [len(batch) for batch in batches], sorted(s.tokens for s in (batches[0] + batches[1])[:5])
+    ([3, 3, 3, 3], [10, 11, 12, 13, 14])
+    """
+
+    inputs: Inputs
+    size: int
+    steps: int
+    seed: int
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, step: Any) -> Any:
+        if not 0 <= step < self.steps:
+            raise IndexError(step)
+        indices = batch_indices(len(self.inputs.lengths), self.size, self.seed, step)
+        return tuple(self.inputs.sample(index) for index in indices.tolist())

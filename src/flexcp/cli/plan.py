@@ -90,6 +90,7 @@ def plan(
         steps=steps,
         seed=seed,
         mode=mode,
+        epochs=False,
     )
     outcomes, baseline = compare(request.batches, request.setting, policy=policy, current_cp=current_cp)
     sentence = verdict(outcomes[-1], baseline, request.given.lengths, request.setting)

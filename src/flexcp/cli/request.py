@@ -10,12 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from flexcp.cli.comparison import Setting
-from flexcp.cli.inputs import Inputs, global_batches, read_inputs, refuse_too_long
+from flexcp.cli.inputs import Batch, EpochBatches, Inputs, global_batches, read_inputs, refuse_too_long
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import ConfigError, UnknownNameError
 from flexcp.core.model_shape import MODEL_SHAPES, ModelShape, model_shape
 from flexcp.core.plan import Mode
-from flexcp.core.sample import Sample
 from flexcp.cost import HARDWARE, cost_model, tokens_per_rank
 from flexcp.cost.calibration import hardware_at, is_calibration, read_calibration
 from flexcp.planner import MODES
@@ -71,7 +70,7 @@ class Request:
     shape: ModelShape
     setting: Setting
     given: Inputs
-    batches: tuple[tuple[Sample, ...], ...]
+    batches: Sequence[Batch]
     inputs: dict[str, Any]
 
     @property
@@ -100,8 +99,11 @@ def read_request(
     steps: int,
     seed: int,
     mode: str,
+    epochs: bool,
 ) -> Request:
     """Read the files and check the options; the arguments are the options of the same names.
+
+    With `epochs` a run goes on where the samples run out, as training does; else there are fewer steps.
 
     Raises:
         InputError: an option or a length cannot be used; it is named.
@@ -112,7 +114,7 @@ def read_request(
     setting = Setting(Cluster(ranks, per_rank, ranks_per_node), cost_model(shape, device), _mode(mode))
     given = read_inputs(lengths, column)
     refuse_too_long(given, setting.cluster)
-    batches = global_batches(given, global_batch, steps, seed)
+    batches = (EpochBatches if epochs else global_batches)(given, global_batch, steps, seed)
     inputs = {
         "lengths": [str(path) for path in lengths],
         "samples": len(given.lengths),

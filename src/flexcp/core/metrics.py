@@ -13,8 +13,8 @@ class StepReport:
 
     Attributes:
         step: index of the step, from 0.
-        loss: mean over the supervised tokens of the global batch.
-        grad_norm: global 2-norm before clipping.
+        loss: mean over the supervised tokens of the global batch; None where nothing was trained (simulated).
+        grad_norm: global 2-norm before clipping; None likewise.
         tokens, supervised_tokens: of the global batch.
         degrees: number of tasks per degree.
         predicted_s, bound_s: makespan of the plan and its bound.
@@ -28,8 +28,8 @@ class StepReport:
     """
 
     step: int
-    loss: float
-    grad_norm: float
+    loss: float | None
+    grad_norm: float | None
     tokens: int
     supervised_tokens: int
     degrees: dict[int, int]

@@ -5,11 +5,15 @@ Predicted seconds only; nothing is chosen here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from flexcp.core.cluster import Cluster
 from flexcp.core.plan import Task
+from flexcp.cost.model import CostModel
 from flexcp.planner.placement import Group, crosses_nodes, place
-from flexcp.planner.problem import Assignment, Pack, Problem, Wave
+from flexcp.planner.problem import Array, Assignment, Integers, Pack, Problem, Wave
 
 
 def schedule(problem: Problem, assignment: Assignment) -> tuple[Task, ...]:
@@ -42,15 +46,27 @@ def _first(item: tuple[Group, Pack, float]) -> Group:
 
 
 def _seconds(problem: Problem, assignment: Assignment, groups: list[tuple[Group, ...]]) -> list[float]:
-    """Seconds of every pack on its ranks, in one call of the cost model."""
+    """Seconds of every pack on its ranks."""
     cluster = problem.cluster
-    counts = problem.totals([pack.samples for wave in assignment for pack in wave]).astype(np.float64)
+    counts = problem.totals([pack.samples for wave in assignment for pack in wave])
     flat = [group for wave in groups for group in wave]
-    degrees = np.array([len(group) for group in flat])
-    crosses = np.array([len(group) > 1 and crosses_nodes(group, cluster) for group in flat])
     speeds = np.array([cluster.speed(group) for group in flat]) if cluster.speeds else 1.0
-    seconds: list[float] = (problem.cost.seconds(counts.T, degrees, crosses) / speeds).tolist()
+    seconds: list[float] = (seconds_on(counts, flat, cluster, problem.cost) / speeds).tolist()
     return seconds
+
+
+def seconds_on(counts: Integers, groups: Sequence[Group], cluster: Cluster, cost: CostModel) -> Array:
+    """Seconds of packs on their groups, all ranks at full speed, in one call of the cost model.
+
+    Args:
+        counts: a row of `Problem.totals` for each pack.
+        groups: ranks of each pack.
+        cluster: how ranks sit in nodes.
+        cost: the formula.
+    """
+    degrees = np.array([len(group) for group in groups])
+    crosses = np.array([len(group) > 1 and crosses_nodes(group, cluster) for group in groups])
+    return cost.seconds(counts.astype(np.float64).T, degrees, crosses)
 
 
 def _groups(wave: Wave, problem: Problem) -> tuple[Group, ...]:

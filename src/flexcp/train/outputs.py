@@ -216,10 +216,14 @@ _HEADER = (
 )
 
 
+def _loss(report: StepReport) -> str:
+    return "–" if report.loss is None else f"{report.loss:.4f}"
+
+
 def _line(report: StepReport) -> str:
     """One step in 80 columns."""
     return (
-        f"{report.step:>4} {report.loss:>7.4f} {report.tokens_per_s:>7,.0f}  "
+        f"{report.step:>4} {_loss(report):>7} {report.tokens_per_s:>7,.0f}  "
         f"{format_degrees(report.degrees):<18} {report.predicted_s:>7.2f}s {report.measured_s:>7.2f}s"
         f" {report.gap:>5.3f} {report.idle_share:>4.0%} {report.plan_s * 1e3:>4.0f}ms"
         f" {report.exposed_s * 1e3:>4.0f}ms"
@@ -236,7 +240,7 @@ def _summary(reports: Sequence[StepReport], eval_losses: dict[int, float]) -> Ta
         for degree, count in report.degrees.items():
             degrees[degree] = degrees.get(degree, 0) + count
     table.add_row("steps", str(len(reports)))
-    table.add_row("loss, first → last", f"{reports[0].loss:.4f} → {reports[-1].loss:.4f}")
+    table.add_row("loss, first → last", f"{_loss(reports[0])} → {_loss(reports[-1])}")
     for done, loss in eval_losses.items():
         table.add_row(f"evaluation loss after {done}", f"{loss:.4f}")
     table.add_row("tokens/s", f"{sum(report.tokens for report in reports) / steps_s:,.0f}")

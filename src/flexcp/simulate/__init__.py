@@ -1,0 +1,11 @@
+"""What would happen: a training run as discrete events, from its plans and a cost model.
+
+Deterministic, and without torch. It decides nothing and measures nothing; it writes what a real run writes.
+"""
+
+from flexcp.simulate.conditions import Conditions, Failure
+from flexcp.simulate.reduction import reduction_s
+from flexcp.simulate.run import SimulatedStep, simulate
+from flexcp.simulate.split import RankTime
+
+__all__ = ["Conditions", "Failure", "RankTime", "SimulatedStep", "reduction_s", "simulate"]

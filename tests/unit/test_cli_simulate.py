@@ -1,0 +1,142 @@
+"""`flexcp simulate` as a user meets it: answers, run folders, and the text of every error."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.unit.test_cli import flat
+
+from flexcp.cli import main
+from flexcp.core.run_folder import read_info, read_reports, trace_path
+from flexcp.core.trace import read_spans
+
+LENGTHS = Path(__file__).parents[1] / "data" / "python_source_lengths_qwen.json"
+CALL = ["simulate", str(LENGTHS), "--model", "qwen3-8b", "--ranks", "16", "--tokens-per-rank", "16384"]
+CALL += ["--global-batch", "100", "--steps", "3"]
+
+
+def told(capfd, *options: str) -> dict:
+    """What `--json` prints."""
+    assert main([*CALL, *options, "--json"]) == 0
+    return json.loads(capfd.readouterr().out)
+
+
+def steps_s(body: dict) -> list[float]:
+    """Time of each step."""
+    return [step["step_s"] for step in body["steps"]]
+
+
+def test_steps_are_those_planned_and_the_same_every_time(capfd):
+    """Without a reduction a step takes what its plan predicts; the JSON has its documented shape."""
+    body = told(capfd, "--reduce", "none")
+
+    assert list(body) == ["schema", "inputs", "conditions", "steps"]
+    assert body["schema"] == "flexcp.simulation/1"
+    assert steps_s(body) == [step["predicted_s"] for step in body["steps"]]
+    assert body == told(capfd, "--reduce", "none")
+    assert [sum(step["shares"].values()) for step in body["steps"]] == pytest.approx([1.0] * 3)
+
+
+def test_every_condition_shows(capfd):
+    """Each option makes the run slower by what it stands for, and is named in the JSON."""
+    plain = told(capfd, "--reduce", "none")
+    for options, part in [
+        (["--jitter", "0.1"], "pace"),
+        (["--slow-rank", "3=0.5", "--slow-rank", "4=0.6"], "pace"),
+        (["--cores", "4"], "sharing"),
+        (["--optimizer", "0.5"], "optimizer"),
+        (["--planning", "100"], "wait"),
+        (["--data", "100"], "wait"),
+    ]:
+        body = told(capfd, "--reduce", "none", *options)
+        assert body["conditions"] != plain["conditions"]
+        assert sum(steps_s(body)) > sum(steps_s(plain))
+        assert body["steps"][0]["shares"][part] > plain["steps"][0]["shares"][part] == 0
+    crossing = ["--reduce", "none", "--policy", "ulysses", "--ranks-per-node", "2"]
+    free, shared = told(capfd, *crossing), told(capfd, *crossing, "--uplinks", "1")
+    assert sum(steps_s(shared)) > sum(steps_s(free))
+    assert shared["steps"][0]["shares"]["sharing"] > free["steps"][0]["shares"]["sharing"] == 0
+    ends, overlaps = told(capfd), told(capfd, "--reduce", "overlap")
+    assert sum(steps_s(ends)) > sum(steps_s(overlaps)) > sum(steps_s(plain))
+
+
+def test_policies_and_modes_are_those_of_plan(capfd):
+    """Also the one that exchanges heads, at its own prices."""
+    for options in (["--policy", "ulysses"], ["--policy", "paper", "--mode", "lockstep"]):
+        body = told(capfd, "--reduce", "none", *options)
+        assert steps_s(body) == [step["predicted_s"] for step in body["steps"]]
+
+
+def test_a_run_is_longer_than_its_data(capfd):
+    """Epochs follow each other, as in training."""
+    body = told(capfd, "--global-batch", "2000", "--steps", "4")
+    lengths = json.loads(LENGTHS.read_text())
+
+    assert sum(step["tokens"] for step in body["steps"]) > 3 * sum(lengths)
+
+
+def test_the_table_and_the_folder(tmp_path, capfd):
+    """What a person sees, and what a report reads."""
+    assert main([*CALL, "--jitter", "0.05", "--out", str(tmp_path / "run")]) == 0
+    shown = flat(capfd.readouterr().out)
+    reports = list(read_reports(tmp_path / "run"))
+
+    for text in ("steps", "tokens/s", "computing", "idle, no task", "gradient reduction", "wrote"):
+        assert text in shown
+    assert [report.step for report in reports] == [0, 1, 2]
+    info = read_info(tmp_path / "run")
+    assert (info.origin, info.model, info.cluster.ranks) == ("simulated", "qwen3-8b", 16)
+    spans = list(read_spans(trace_path(tmp_path / "run", 0, 15)))
+    assert {span.name for span in spans} == {"task", "reduce"}
+
+
+def test_a_failed_rank_is_an_error_and_leaves_its_steps(tmp_path, capfd):
+    """Exit code 1, rank, time and step named; what was done is in the folder."""
+    done_s = steps_s(told(capfd))
+    at_s = done_s[0] + 0.5 * done_s[1]
+    code = main([*CALL, "--fail", f"5@{at_s}", "--out", str(tmp_path / "run")])
+    out, err = capfd.readouterr()
+
+    assert code == 1
+    assert f"rank 5 failed {at_s:g} s into the simulated run, in step 1" in flat(err)
+    assert "flexcp train --resume" in flat(err)
+    assert "tokens/s" in out
+    assert len(list(read_reports(tmp_path / "run"))) == 1
+    spans = list(read_spans(trace_path(tmp_path / "run", 0, 5)))
+    assert max(span.end_s for span in spans) == at_s
+
+
+def test_a_failure_that_comes_too_late_is_said(capfd):
+    """The run is over by then; nobody should take it for a run that survived."""
+    assert main([*CALL, "--fail", "5@9999"]) == 0
+
+    assert "Rank 5 has no time to fail" in flat(capfd.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("options", "cause", "remedy"),
+    [
+        (["--fail", "5"], "--fail 5 cannot be read", "Give RANK@SECONDS, such as 5@120."),
+        (["--fail", "5@soon"], "--fail 5@soon cannot be read", "Give RANK@SECONDS"),
+        (["--fail", "16@1"], "there is no rank 16 among 16", "Ranks are 0 to 15."),
+        (["--slow-rank", "3"], "--slow-rank 3 cannot be read", "Give RANK=SPEED, such as 3=0.7."),
+        (["--slow-rank", "3=0"], "the speed of rank 3 is 0.0", "Speeds are positive numbers."),
+        (["--reduce", "ovrlap"], "unknown reduction 'ovrlap'", "Did you mean 'overlap'?"),
+        (["--policy", "all"], "unknown policy 'all'", "Known: flexcp"),
+        (["--jitter", "-1"], "jitter is -1.0", "at least 0"),
+        (["--uplinks", "0"], "uplinks is 0", "leave it out for no limit"),
+        (["--planning", "nan"], "plan_s is nan", "finite number"),
+        (["--steps", "0"], "--steps is 0", "--steps is at least 1."),
+        (["--seed", "-1"], "seed is -1", "at least 0"),
+        (["--tokens-per-rank", "100"], "16 ranks x 100 tokens hold 1600", "It fits on"),
+        (["--out", str(LENGTHS)], "is not an empty folder", "Name a new one"),
+    ],
+)
+def test_what_cannot_be_used_is_named(capfd, options, cause, remedy):
+    """Exit code 2, one line of cause, one line of remedy, nothing else."""
+    assert main([*CALL, *options]) == 2
+    out, err = capfd.readouterr()
+
+    assert out == ""
+    assert cause in flat(err)
+    assert remedy in flat(err)
