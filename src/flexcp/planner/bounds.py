@@ -10,14 +10,18 @@ the result is divided by v.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from flexcp.planner.degrees import LongSamples, long_samples
 from flexcp.planner.problem import Array, Integers, Problem
 
 _BISECTIONS = 24
+# Degrees at which `_rate_beside` is worked out.
+_RATES = 24
 
 
 @lru_cache(maxsize=2)  # policies, their candidates and the plan ask again for the same problem
@@ -108,32 +112,80 @@ def _waves_s(problem: Problem, samples: LongSamples) -> float:
 def _beside_longest_s(problem: Problem, samples: LongSamples) -> float:
     """Lockstep: the wave of the sample with the largest best time, and all others, for its best degree.
 
-    Let this sample, of work w, run at degree d; its wave lasts t >= T(d). In its own group fits no more work
-    than d·(t - c - (d - 1) r). On the other N - d ranks fit at most (N - d)·E tokens, so at most the work
-    M((N - d)·E) of the densest other samples, and at most (N - d)·(t - c). All other work, spread over N
-    ranks, is in other waves, of which there are at least W_0 - 1. So the step lasts at least
+    Let this sample, of work w, run on d ranks; its wave lasts t >= T(d). What else can the wave do?
 
-        t + (R - d·(t - c - (d - 1) r) - min(M, (N - d)·(t - c)))⁺ / N + (W_0 - 1)·c.
+    1. On the other N - d ranks fit at most (N - d)·E tokens, so at most the work M((N - d)·E) of the densest
+       other samples, and at most (N - d)·(t - c).
+    2. Other samples of the same pack, of work e. By computation e <= d·(t - c - (d - 1) r) - w. By traffic,
+       with T_cm(d) the time of the sample if its ring hides all of its attention: every token that is cut
+       lengthens the ring's traffic, and all tokens and samples the rest, so
 
-    This does not fall with t, as what fits grows by at most N per second. So t = T(d), and the least over all
-    d is a bound.
+           d·(t - T_cm(d)) >= Σ a,   a = token_s·l + sample_s + [cut]·(d - 1)(l·kv_bytes/bandwidth + sample_s)
+
+       over these samples, of work g each: e <= ρ·d·(t - T_cm(d)) with ρ the largest g / a. Whole samples
+       bring attention that the traffic hides, so ρ may exceed 1.
+    3. All other work, spread over N ranks, is in other waves, of which there are at least W_0 - 1.
+
+    So the step lasts at least f(t) = t + (R - w - e(t) - M(t)) / N + (W_0 - 1)·c with the least of the limits
+    for e and M. Both are concave in t, so f is convex and made of lines: its least value is at t = T(d), or
+    where one limit takes over from the other. The least over all d is a bound.
     """
     if not len(samples.index) or problem.cluster.speeds:
         return 0.0
-    cluster, cost = problem.cluster, problem.cost
+    cluster, cost, ranks = problem.cluster, problem.cost, problem.cluster.ranks
     row = int(np.argmax(samples.best_s))
     sample = int(samples.index[row])
-    degree = np.arange(int(samples.ladder.least[row]), cluster.ranks + 1)
-    times_s = cost.seconds(problem.columns[:, sample : sample + 1], degree, degree > cluster.ranks_per_node)
+    degree = np.arange(int(samples.ladder.least[row]), ranks + 1)
+    alone = problem.columns[:, sample : sample + 1]
+    crosses = degree > cluster.ranks_per_node
+    times_s = cost.seconds(alone, degree, crosses)
     ring_step_s = cost.ring_step_s * problem.rows[sample][4] if cost.exchange == "ring" else 0.0
-    own_s = degree * (times_s - cost.pack_s) - degree * (degree - 1) * ring_step_s
-    tokens = (cluster.ranks - degree) * cluster.tokens_per_rank
-    beside_s = np.minimum(
-        _densest_work_s(problem, tokens, without=sample), (cluster.ranks - degree) * (times_s - cost.pack_s)
-    )
-    rest_s = np.maximum(0.0, problem.total_work_s - own_s - beside_s) / cluster.ranks
+    fixed_s = cost.pack_s + (degree - 1) * ring_step_s
+    work_s = float(problem.work_s[sample])
+    rate, traffic_s = _rate_beside(problem, sample, degree, crosses)
+    most_s = _densest_work_s(problem, (ranks - degree) * cluster.tokens_per_rank, without=sample)
+
+    def step_s(t: Array) -> Array:
+        own_s = np.minimum(degree * (t - fixed_s) - work_s, rate * degree * (t - traffic_s))
+        beside_s = np.minimum(most_s, (ranks - degree) * (t - cost.pack_s))
+        return np.asarray(t + (problem.total_work_s - work_s - own_s - beside_s) / ranks)
+
+    with np.errstate(divide="ignore", invalid="ignore"):
+        own_turns_s = (rate * degree * traffic_s - degree * fixed_s - work_s) / ((rate - 1) * degree)
+        beside_turns_s = cost.pack_s + most_s / (ranks - degree)
+    turns = [np.where(np.isfinite(t), np.maximum(t, times_s), times_s) for t in (own_turns_s, beside_turns_s)]
     waves = max(1, -(-problem.tokens // cluster.capacity_tokens))
-    return float((times_s + rest_s).min()) + (waves - 1) * cost.pack_s
+    least_s = np.minimum.reduce([step_s(times_s), *map(step_s, turns)])
+    return float(np.maximum(times_s, least_s).min()) + (waves - 1) * cost.pack_s
+
+
+def _rate_beside(
+    problem: Problem, sample: int, degree: Integers, crosses: npt.NDArray[np.bool_]
+) -> tuple[Array, Array]:
+    """At least ρ, and T_cm, of `_beside_longest_s` at ascending degrees; each shape (degrees,).
+
+    Where no ring is walked, any other sample costs what its work takes: ρ = 1, from the end of the sample on.
+    Else ρ falls with d on one kind of link, so what it is at fewer ranks is enough; a few are looked at.
+    """
+    cost = problem.cost
+    alone = problem.columns[:, sample : sample + 1]
+    if cost.exchange != "ring":
+        return np.ones(len(degree)), cost.seconds(alone, degree, crosses)
+    if not problem.rows[sample][4]:
+        return np.ones(len(degree)), cost.pack_s + problem.work_s[sample] / degree
+    others = np.delete(problem.columns, sample, axis=1)
+    tokens, cut_tokens, cut = others[0], others[3], others[4]
+    gained_s = np.delete(problem.work_s, sample)
+    looks = np.unique(np.geomspace(1, len(degree), _RATES).astype(int) - 1)
+    looks = np.union1d(looks, np.flatnonzero(crosses)[:1])
+    rate = np.zeros(len(degree))
+    for look in looks.tolist():
+        bytes_per_s = (cost.inter if crosses[look] else cost.intra).bytes_per_s
+        ring_s = cost.kv_bytes_per_token * cut_tokens / bytes_per_s + cost.sample_s * cut
+        spent_s = cost.token_s * tokens + cost.sample_s + (degree[look] - 1) * ring_s
+        rate[look:] = np.max(gained_s / spent_s, initial=0.0)
+    traffic = replace(cost, pair_s=0.0)  # attention that the ring hides costs nothing
+    return rate, traffic.seconds(alone, degree, crosses)
 
 
 def forced_lengths_s(problem: Problem, samples: LongSamples) -> Array:

@@ -66,3 +66,64 @@ def _free_by_node(cursor: int, cluster: Cluster) -> list[list[int]]:
     for rank in range(cursor, cluster.ranks):
         nodes.setdefault(cluster.node_of(rank), []).append(rank)
     return list(nodes.values())
+
+
+class FreeRanks:
+    """The ranks of one wave that have no pack yet; groups are taken inside a node where they fit.
+
+    Nodes are kept by the number of their free ranks, and every node gives its fastest ranks first.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.count = cluster.ranks
+        self._nodes = _free_by_node(0, cluster)
+        if cluster.speeds:
+            for node in self._nodes:
+                node.sort(key=lambda rank: -cluster.speeds[rank])
+        self._by_free: list[list[int]] = [[] for _ in range(cluster.ranks_per_node + 1)]
+        for number, node in reversed(list(enumerate(self._nodes))):
+            self._by_free[len(node)].append(number)
+
+    def take(self, degree: int, speed: float, crossing_speed: float) -> Group | None:
+        """A group of `degree`, or None, which takes nothing.
+
+        Inside the fullest node with room, or over nodes, the emptiest first.
+
+        Args:
+            degree: how many ranks.
+            speed: speed that the slowest of them must have.
+            crossing_speed: the same where the group crosses nodes.
+        """
+        if degree > self.count:
+            return None
+        for free in range(degree, len(self._by_free)):
+            for at in range(len(self._by_free[free]) - 1, -1, -1):
+                node = self._by_free[free][at]
+                if self._cluster.speed(self._nodes[node][:degree]) >= speed:
+                    del self._by_free[free][at]
+                    return self._remove([(node, degree)])
+        return self._across(degree, crossing_speed)
+
+    def _across(self, degree: int, speed: float) -> Group | None:
+        parts, missing = list[tuple[int, int]](), degree
+        for free in range(len(self._by_free) - 1, 0, -1):
+            for node in reversed(self._by_free[free]):
+                if missing and self._cluster.speed(self._nodes[node][: min(free, missing)]) >= speed:
+                    parts.append((node, min(free, missing)))
+                    missing -= parts[-1][1]
+        if missing:
+            return None
+        for node, _ in parts:
+            self._by_free[len(self._nodes[node])].remove(node)
+        return self._remove(parts)
+
+    def _remove(self, parts: list[tuple[int, int]]) -> Group:
+        taken = []
+        for number, count in parts:
+            node = self._nodes[number]
+            taken += node[:count]
+            del node[:count]
+            self._by_free[len(node)].append(number)
+        self.count -= len(taken)
+        return tuple(sorted(taken))

@@ -18,6 +18,7 @@ from flexcp.core.cluster import Cluster
 from flexcp.core.plan import Mode
 from flexcp.core.sample import Sample
 from flexcp.cost.model import CostModel, Load
+from flexcp.planner.placement import crosses_nodes
 
 Array = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -171,3 +172,8 @@ class Problem:
         """Seconds of a pack, taken to lie inside a node where it can, on ranks of full speed."""
         crosses = pack.degree > self.cluster.ranks_per_node
         return self.cost.task_s(pack.load, pack.degree, crosses)
+
+    def placed_s(self, pack: Pack) -> float:
+        """Seconds of a pack on the ranks that it has."""
+        crosses = pack.degree > 1 and crosses_nodes(pack.ranks, self.cluster)
+        return self.cost.task_s(pack.load, pack.degree, crosses) / self.cluster.speed(pack.ranks)

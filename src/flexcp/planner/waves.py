@@ -15,15 +15,15 @@ from flexcp.planner.allocation import threshold
 from flexcp.planner.balance import room_tokens
 from flexcp.planner.bounds import forced_lengths_s, lower_bound_s
 from flexcp.planner.degrees import LongSamples, long_samples
-from flexcp.planner.problem import Assignment, Pack, Problem, Wave
+from flexcp.planner.placement import FreeRanks, Group, crosses_nodes, place
+from flexcp.planner.problem import Array, Assignment, Integers, Pack, Problem, Wave
 
-# Wave counts tried from the first that works; slacks and targets tried for each; results made exact.
-_WAVE_COUNTS = 3
-_SLACKS = (1.03, 1.06, 1.15)
-_TARGETS = 9
+# Wave counts tried from the first that works; targets tried for each.
+_WAVE_COUNTS, _TARGETS = 4, 7
+# Results whose degrees are made exact.
 _EXACT = 3
-# A count and slack are given up after so many targets if they are this far from the best so far.
-_FIRST_TARGETS, _HOPELESS = 4, 1.03
+# A target is not sought more closely than this; nor once a count is so far from the best so far.
+_CLOSE, _HOPELESS = 1.002, 1.03
 # Longest samples that set the length of a wave, and packs looked at for a sample from either side.
 _HEADS, _LOOKS = 8, 8
 _ROUNDING = 1 + 1e-9
@@ -31,63 +31,85 @@ _ROUNDING = 1 + 1e-9
 
 @dataclass(slots=True)
 class _Slot:
-    """A pack in the making: its wave, degree, seconds, room in tokens and samples."""
+    """A pack in the making: its wave and ranks, seconds at speed 1, room in tokens, and samples."""
 
     wave: int
-    degree: int
+    ranks: Group
+    crosses: bool
     filled_s: float
     room: int
     samples: list[int] = field(default_factory=list)
+
+    @property
+    def degree(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(slots=True)
+class _Filled:
+    """Waves of slots, the rank-seconds of the samples that found none, and how long the step is."""
+
+    slots: list[_Slot]
+    left_s: float
+    step_s: float
+    # Rank-seconds by which the last wave is not full, and the waves that last as long as the target.
+    spare_s: float
+    at_target: int
 
 
 def search(problem: Problem, goal_s: float) -> list[Assignment]:
     """The best few assignments, degrees inside each wave made optimal; the best one first is not promised.
 
-    For a few numbers of waves and slacks the least target is sought at which all samples find a place. The
-    results are compared by their makespan before degrees are made exact and groups are placed.
+    For a few numbers of waves the least target is sought at which all samples find a place, then for the best
+    numbers again with long samples on more and on fewer ranks. The results are compared by their makespan
+    before degrees are made exact.
 
-    Complexity: O(numbers · slacks · targets · waves · K log K), and a threshold search for each wave of the
-    best.
+    Complexity: O(numbers · targets · waves · K log K), and a threshold search for each wave of the best.
     """
     first = max(1, -(-problem.tokens // problem.cluster.capacity_tokens))
-    above_s = 0.5 * lower_bound_s(problem) / (first + _HEADS)
-    samples = long_samples(problem, above_s)
+    samples = long_samples(problem, 0.5 * lower_bound_s(problem) / (first + _HEADS))
     filler = _Filler(problem, samples)
-    count, counts = max(first, len(forced_lengths_s(problem, samples))), 0
-    made: list[tuple[float, int, list[_Slot]]] = []
+    count = max(first, len(forced_lengths_s(problem, samples)))
+    made: list[_Filled] = []
+    counts = 0
     while counts < _WAVE_COUNTS and (count <= problem.size or not made):
-        before = len(made)
-        for slack in _SLACKS:
-            best_s = min(made)[0] if made else np.inf
-            if best_s > goal_s and (found := _lowest(filler, count, slack, above_s, best_s)):
-                made.append((found[0], len(made), found[1]))
-        counts += len(made) > before or counts > 0
-        count += 1 if made else 1 + count // 16
-    return [_exact(problem, slots) for _, _, slots in sorted(made)[:_EXACT]]
-
-
-def _lowest(
-    filler: _Filler, num_waves: int, slack: float, above_s: float, best_s: float
-) -> tuple[float, list[_Slot]] | None:
-    """Least makespan, and its slots, by bisecting for the least target that suffices for so many waves."""
-    average_s = filler.problem.total_work_s / filler.problem.ranks / num_waves
-    low, high = 0.4 * average_s, 1.6 * average_s + filler.problem.cost.pack_s
-    target_s = max(2 * average_s, above_s) + filler.problem.cost.pack_s
-    found: tuple[float, list[_Slot]] | None = None
-    for number in range(_TARGETS):
-        slots = filler.fill(num_waves, target_s, slack)
-        if slots:
-            high = min(high, target_s)
-            makespan_s = _makespan_s(slots)
-            if found is None or makespan_s < found[0]:
-                found = makespan_s, slots
-        elif number == 0:
-            return None
-        else:
-            low = target_s
-        if number == _FIRST_TARGETS and found and found[0] > _HOPELESS * best_s:
+        best_s = min([filled.step_s for filled in made], default=np.inf)
+        if best_s <= goal_s:
             break
-        target_s = (low + high) / 2
+        made += _lowest(filler, count, best_s)
+        counts += bool(made)
+        count += 1 if made else 1 + count // 16
+    made.sort(key=lambda filled: filled.step_s)
+    return [_exact(problem, filled.slots) for filled in made[:_EXACT]]
+
+
+def _lowest(filler: _Filler, num_waves: int, best_s: float) -> list[_Filled]:
+    """Steps found by seeking the least target that suffices for so many waves; none if memory forbids them.
+
+    What is left over, or the room in the last wave, says by how much the target is wrong: the next target
+    spreads it over all waves that last as long as the target; where that leaves the bracket, it is halved.
+    """
+    problem = filler.problem
+    pack_s, ranks = problem.cost.pack_s, problem.cluster.rank_equivalents
+    average_s = problem.total_work_s / ranks / num_waves
+    low_s, high_s, target_s = 0.3 * average_s, 2.0 * average_s + pack_s, average_s + pack_s
+    found: list[_Filled] = []
+    for number in range(_TARGETS):
+        made = filler.fill(num_waves, target_s)
+        share_s = ranks * max(1, made.at_target)
+        if made.left_s > 0:
+            low_s = target_s
+            target_s += made.left_s / share_s
+        else:
+            high_s = target_s
+            found.append(made)
+            target_s -= made.spare_s / share_s
+        if high_s <= low_s * _CLOSE or (number > 2 and not found):
+            break
+        if found and number > 1 and min(x.step_s for x in found) > _HOPELESS * best_s:
+            break
+        if not low_s * _CLOSE < target_s < high_s / _CLOSE:
+            target_s = (low_s + high_s) / 2
     return found
 
 
@@ -101,11 +123,12 @@ class _Filler:
         self._work_s: list[float] = problem.work_s.tolist()
         self._pair_s: list[float] = (problem.cost.pair_s * problem.counts[:, 1]).tolist()
         self._cut_tokens: list[int] = problem.counts[:, 3].tolist()
+        self._densest = np.argsort(-problem.work_s / problem.counts[:, 0], kind="stable")
         self._order: list[int] = np.argsort(-problem.work_s, kind="stable").tolist()
         self._row = {sample: row for row, sample in enumerate(samples.index.tolist())}
 
-    def fill(self, num_waves: int, target_s: float, slack: float) -> list[_Slot] | None:
-        """Slots of all waves; None if some samples are left.
+    def fill(self, num_waves: int, target_s: float) -> _Filled:
+        """Slots of up to `num_waves` waves.
 
         A wave lasts as long as the longest sample left needs, at least the target. A sample that cannot meet
         the target takes the least degree within `slack` of its best time: more slack spends fewer ranks on
@@ -113,47 +136,94 @@ class _Filler:
         hold the densest samples on few ranks; what has no place waits.
         """
         left, made = self._order, list[_Slot]()
-        near_s = slack * self._samples.best_s
+        step_s = spare_s = 0.0
+        at_target = 0
         for wave in range(num_waves):
-            heads = [self._row[sample] for sample in left[:_HEADS] if sample in self._row]
-            end_s = max([target_s, *near_s[heads].tolist()])
+            end_s = self._end_s(left, target_s)
+            at_target += end_s == target_s
+            first = len(made)
             left = self._wave(wave, end_s, left, made)
+            speed = self.problem.cluster.speed
+            step_s += max([slot.filled_s / speed(slot.ranks) for slot in made[first:]], default=0.0)
             if not left:
-                return made
-        return None
+                busy_s = sum([slot.filled_s * slot.degree for slot in made[first:]])
+                spare_s = max(0.0, end_s * self.problem.cluster.rank_equivalents - busy_s)
+                break
+        left_s = sum([self._work_s[sample] for sample in left])
+        return _Filled(made, left_s, step_s, spare_s, at_target)
+
+    def _end_s(self, left: list[int], target_s: float) -> float:
+        """How long a wave lasts: the target, or what its longest samples need.
+
+        A sample whose best time is above the target is worth the degree d at which T(d) is least, less what
+        the wave takes off the others: its own work, and the densest samples that the other ranks can hold.
+        """
+        heads = [self._row[sample] for sample in left[:_HEADS] if sample in self._row]
+        best_s = self._samples.best_s[heads]
+        if not heads or best_s.max() <= target_s:
+            return target_s
+        row = heads[int(best_s.argmax())]
+        sample = int(self._samples.index[row])
+        degrees, times_s = self._times_s(row)
+        waiting = np.zeros(self.problem.size, dtype=bool)
+        waiting[left] = True
+        waiting[sample] = False
+        order = self._densest[waiting[self._densest]]
+        upto_tokens = np.append(0, np.cumsum(self.problem.counts[order, 0]))
+        upto_s = np.append(0.0, np.cumsum(self.problem.work_s[order]))
+        others = self.problem.ranks - degrees
+        beside_s = np.interp(others * self.problem.cluster.tokens_per_rank, upto_tokens, upto_s)
+        beside_s = np.minimum(beside_s, others * times_s)
+        worth_s = times_s - (self.problem.work_s[sample] + beside_s) / self.problem.ranks
+        return max(target_s, float(times_s[int(worth_s.argmin())]), float(best_s.max()))
+
+    def _times_s(self, row: int) -> tuple[Integers, Array]:
+        ladder = self._samples.ladder
+        degrees = np.arange(max(1, int(ladder.least[row])), self.problem.ranks + 1)
+        return degrees, ladder.times_s(degrees, np.full_like(degrees, row))
 
     def _wave(self, wave: int, end_s: float, left: list[int], made: list[_Slot]) -> list[int]:
         """Add the slots of one wave; returns the samples that wait."""
-        ladder = self._samples.ladder
-        degrees = ladder.degrees(np.maximum(end_s, self._samples.best_s))
+        ladder, cluster = self._samples.ladder, self.problem.cluster
+        degrees = ladder.degrees(np.maximum(end_s * cluster.top_speed, self._samples.best_s))
         wide, times_s = degrees.tolist(), ladder.times_s(degrees).tolist()
-        pack_s, capacity = self.problem.cost.pack_s, self.problem.cluster.tokens_per_rank
+        crossing_s = self.problem.cost.seconds(ladder.columns, degrees, True).tolist()
+        pack_s, capacity = self.problem.cost.pack_s, cluster.tokens_per_rank
         least_s, least = self._work_s[left[-1]], min([self._tokens[sample] for sample in left])
-        free, later = self.problem.ranks, list[int]()
+        free, later = FreeRanks(cluster), list[int]()
         entries: list[tuple[float, int]] = []  # rank-seconds left in a slot, ascending
+        roomiest = self.problem.tokens  # no slot has more room
         for position, sample in enumerate(left):
-            if not free and not entries:
+            if not free.count and not entries:
                 return later + left[position:]
             tokens, seconds, row = self._tokens[sample], self._work_s[sample], self._row.get(sample, -1)
             degree = wide[row] if row >= 0 else 1
-            at = self._best_fit(entries, made, sample) if degree == 1 else -1
+            at = -1
+            if degree == 1 and entries and entries[-1][0] >= seconds and tokens <= roomiest:
+                at = self._best_fit(entries, made, sample)
+                if at < 0:
+                    roomiest = max([made[index].room for _, index in entries])
             if at >= 0:
                 area_s, index = entries.pop(at)
                 slot = made[index]
                 slot.samples.append(sample)
                 slot.room -= tokens
-                used_s = self._area_s(sample, slot.degree)
+                used_s = self._area_s(sample, slot)
                 slot.filled_s += used_s / slot.degree
                 area_s -= used_s
             else:
                 time_s = times_s[row] if degree > 1 else pack_s + seconds
-                if degree > free or time_s > end_s * _ROUNDING:
+                across_s = crossing_s[row] if degree > 1 else time_s
+                taken = free.take(degree, time_s / end_s / _ROUNDING, across_s / end_s / _ROUNDING)
+                if taken is None:
                     later.append(sample)
                     continue
-                free -= degree
+                crosses = degree > 1 and crosses_nodes(taken, cluster)
+                time_s = across_s if crosses else time_s
                 room = room_tokens(self.problem, degree) if degree > 1 else capacity
-                slot, index = _Slot(wave, degree, time_s, room - tokens, [sample]), len(made)
-                area_s = (end_s - time_s) * degree
+                slot, index = _Slot(wave, taken, crosses, time_s, room - tokens, [sample]), len(made)
+                roomiest = max(roomiest, slot.room)
+                area_s = (end_s * cluster.speed(taken) - time_s) * degree
                 made.append(slot)
             if area_s >= least_s and slot.room >= least:
                 insort(entries, (area_s, index))
@@ -170,37 +240,33 @@ class _Filler:
             for near in looks:
                 area_s, index = entries[near]
                 slot = slots[index]
-                if slot.room >= tokens and self._area_s(sample, slot.degree) <= area_s:
+                if slot.room >= tokens and self._area_s(sample, slot) <= area_s:
                     return near
         return -1
 
-    def _area_s(self, sample: int, degree: int) -> float:
+    def _area_s(self, sample: int, slot: _Slot) -> float:
         """Rank-seconds that a sample adds to a pack at most: its computation, or its traffic if longer."""
-        work_s = self._work_s[sample]
+        work_s, degree = self._work_s[sample], slot.degree
         if degree == 1 or not self._cut_tokens[sample]:
             return work_s
         cost = self.problem.cost
-        link = cost.inter if degree > self.problem.cluster.ranks_per_node else cost.intra
+        link = cost.inter if slot.crosses else cost.intra
         traffic_s = (degree - 1) * cost.kv_bytes_per_token * self._cut_tokens[sample] / link.bytes_per_s
         hidden_s = self._pair_s[sample]
         return work_s + max(0.0, traffic_s - hidden_s) + (degree - 1) * cost.sample_s
 
 
-def _makespan_s(slots: list[_Slot]) -> float:
-    longest: dict[int, float] = {}
-    for slot in slots:
-        longest[slot.wave] = max(longest.get(slot.wave, 0.0), slot.filled_s)
-    return sum(longest.values())
-
-
 def _exact(problem: Problem, slots: list[_Slot]) -> Assignment:
-    """Waves of packs, with the best degrees in each."""
-    waves: dict[int, list[Pack]] = {}
+    """Waves of packs, each as it was filled or with the best degrees for its packs, whichever is shorter."""
+    waves: dict[int, list[_Slot]] = {}
     for slot in slots:
-        waves.setdefault(slot.wave, []).append(problem.pack(slot.samples, slot.degree))
-    return tuple(_reallocate(problem, waves[wave]) for wave in sorted(waves))
+        waves.setdefault(slot.wave, []).append(slot)
+    return tuple(_shorter(problem, waves[wave]) for wave in sorted(waves))
 
 
-def _reallocate(problem: Problem, wave: list[Pack]) -> Wave:
-    degrees = threshold(problem.table_s([pack.load for pack in wave]))
-    return tuple(Pack(p.samples, p.load, d) for p, d in zip(wave, degrees, strict=True))
+def _shorter(problem: Problem, slots: list[_Slot]) -> Wave:
+    filled = problem.packs([slot.samples for slot in slots], [slot.ranks for slot in slots])
+    degrees = threshold(problem.table_s([pack.load for pack in filled]))
+    groups = place(degrees, problem.cluster)
+    exact = [Pack(p.samples, p.load, len(g), g) for p, g in zip(filled, groups, strict=True)]
+    return tuple(min(exact, filled, key=lambda wave: max(map(problem.placed_s, wave))))
