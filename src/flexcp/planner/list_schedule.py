@@ -7,13 +7,16 @@ memory limits the single pack and no longer the wave.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_right, insort
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from flexcp.core.plan import Task
 from flexcp.planner.degrees import LongSamples
-from flexcp.planner.problem import Assignment, Integers, Pack, Problem
+from flexcp.planner.placement import Group
+from flexcp.planner.problem import Integers, Problem
+from flexcp.planner.timeline import placed_s
 
 # Slots looked at whose packs may have room for a sample, before one is taken that can hold another pack.
 _LOOKS = 8
@@ -24,14 +27,14 @@ class Gap:
     """Idle time of one rank: before one of its rings, or (`last`) after all of them.
 
     Seconds here are those of a rank at speed 1; `left_s` of a last gap is measured from the target and may
-    become negative. `rooms` are the tokens that each pack can still take, `room` is the largest of them.
+    become negative. `open` is the pack with most room, `room` the tokens that it can still take.
     """
 
     rank: int
     left_s: float
     speed: float
     packs: list[list[int]] = field(default_factory=list)
-    rooms: list[int] = field(default_factory=list)
+    open: list[int] = field(default_factory=list)
     room: int = 0
 
 
@@ -195,77 +198,86 @@ class _Blocks:
 
 def _fill(problem: Problem, gaps: list[Gap], ends: list[Gap], samples: Integers) -> None:
     """Samples, longest first; no gap before a ring is overfilled, ends of ranks can always take more."""
+    # Entries are (-seconds left, slot), ascending: the emptiest first, so that the slots in use, which are
+    # fuller than most, are taken out and put back near the end of a list.
     capacity, pack_s = problem.cluster.tokens_per_rank, problem.cost.pack_s
-    before = sorted([(gap.left_s, index) for index, gap in enumerate(gaps)])
-    after = sorted([(end.left_s, index) for index, end in enumerate(ends)])
+    before = sorted([(-gap.left_s, index) for index, gap in enumerate(gaps)])
+    after = sorted([(-end.left_s, index) for index, end in enumerate(ends)])
     columns = samples.tolist(), problem.counts[samples, 0].tolist(), problem.work_s[samples].tolist()
     for sample, tokens, seconds in zip(*columns, strict=True):
-        slots, entries = gaps, before
-        at = _best_fit(before, gaps, tokens, seconds, pack_s) if before else -1
+        slots, entries, at = gaps, before, -1
+        if before and -before[0][0] >= seconds:
+            at = _best_fit(before, gaps, tokens, seconds, pack_s)
         if at < 0:
             slots, entries = ends, after
-            at = _best_fit(after, ends, tokens, seconds, pack_s)
-        left_s, index = entries.pop(at)
+            at = _best_fit(after, ends, tokens, seconds, pack_s) if -after[0][0] >= seconds else 0
+        minus_s, index = entries.pop(max(at, 0))
         slot = slots[index]
-        rooms = slot.rooms
         if slot.room >= tokens:
-            number = next(number for number, room in enumerate(rooms) if room >= tokens)
-            slot.packs[number].append(sample)
-            rooms[number] -= tokens
+            slot.open.append(sample)
+            slot.room -= tokens
         else:
-            slot.packs.append([sample])
-            rooms.append(capacity - tokens)
             seconds += pack_s
-        slot.room = max(rooms)
-        slot.left_s = left_s = left_s - seconds
-        insort(entries, (left_s, index))
+            pack = [sample]
+            slot.packs.append(pack)
+            if capacity - tokens >= slot.room:
+                slot.open, slot.room = pack, capacity - tokens
+        slot.left_s = -minus_s - seconds
+        insort(entries, (-slot.left_s, index))
 
 
 def _best_fit(
     entries: list[tuple[float, int]], slots: list[Gap], tokens: int, seconds: float, pack_s: float
 ) -> int:
-    """Where in ascending entries the least time left suffices, -1 (also the most time left) if none does.
+    """Where in the entries the least time left suffices, -1 if none does.
 
-    A slot whose packs have no room for the sample must hold one more pack; a few that may are looked at.
+    A slot whose open pack has no room for the sample must hold one more pack; a few that may are looked at.
     """
-    if entries[-1][0] < seconds:
-        return -1
-    at = bisect_left(entries, (seconds,))
+    at = bisect_right(entries, (-seconds, len(slots))) - 1
     with_pack_s = seconds + pack_s
-    for near, (left_s, index) in enumerate(entries[at : at + _LOOKS], at):
-        if left_s >= with_pack_s or slots[index].room >= tokens:
+    for near in range(at, max(-1, at - _LOOKS), -1):
+        minus_s, index = entries[near]
+        if -minus_s >= with_pack_s or slots[index].room >= tokens:
             return near
-    at = bisect_left(entries, (with_pack_s,), at)
-    return at if at < len(entries) else -1
+    return bisect_right(entries, (-with_pack_s, len(slots)), 0, at + 1) - 1
 
 
-def in_waves(problem: Problem, made: ListSchedule) -> Assignment:
-    """Number tasks so that waves ascend along every rank; waves number the longest chain before a task.
+def tasks(problem: Problem, made: ListSchedule) -> tuple[Task, ...]:
+    """Tasks in an order that every rank follows; waves ascend along every rank.
 
-    Ranks meet in rings only, and rings were placed in one order on all ranks, so the order is consistent.
+    A wave numbers the longest chain before a task. Ranks meet in rings only, and rings were placed in one
+    order on all ranks, so the order is consistent.
     """
     packs: list[list[int]] = []
-    groups: list[tuple[int, ...]] = []
-    numbers: list[int] = []
+    groups: list[Group] = []
+    waves: list[int] = []
     level = [0] * problem.ranks
 
-    def add(samples: list[int], ranks: tuple[int, ...]) -> None:
-        wave = level[ranks[0]] if len(ranks) == 1 else max([level[rank] for rank in ranks])
-        packs.append(samples)
-        groups.append(ranks)
-        numbers.append(wave)
-        for rank in ranks:
-            level[rank] = wave + 1
+    def add_singles(gap: Gap) -> None:
+        count, rank = len(gap.packs), gap.rank
+        packs.extend(gap.packs)
+        groups.extend([(rank,)] * count)
+        waves.extend(range(level[rank], level[rank] + count))
+        level[rank] += count
 
     for ring in made.rings:
         for gap in ring.gaps:
-            for samples in gap.packs:
-                add(samples, (gap.rank,))
-        add([ring.sample], ring.ranks)
+            add_singles(gap)
+        wave = max([level[rank] for rank in ring.ranks])
+        packs.append([ring.sample])
+        groups.append(ring.ranks)
+        waves.append(wave)
+        for rank in ring.ranks:
+            level[rank] = wave + 1
     for gap in made.ends:
-        for samples in gap.packs:
-            add(samples, (gap.rank,))
-    waves: list[list[Pack]] = [[] for _ in range(max(level))]
-    for wave, pack in zip(numbers, problem.packs(packs, groups), strict=True):
-        waves[wave].append(pack)
-    return tuple(tuple(wave) for wave in waves)
+        add_singles(gap)
+    seconds = placed_s(problem, packs, groups)
+    order, free_s, made_tasks = problem.order, [0.0] * problem.ranks, list[Task]()
+    for wave, group, time_s, pack in sorted(zip(waves, groups, seconds, packs, strict=True)):
+        start_s = free_s[group[0]] if len(group) == 1 else max([free_s[rank] for rank in group])
+        end_s = start_s + time_s
+        for rank in group:
+            free_s[rank] = end_s
+        positions = tuple(sorted([order[sample] for sample in pack]))
+        made_tasks.append(Task(positions, group, wave, start_s, end_s))
+    return tuple(made_tasks)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import ConfigError, LengthsError, SampleTooLongError, UnknownNameError
 from flexcp.core.layout import default_whole_below_tokens
-from flexcp.core.plan import Mode, Plan
+from flexcp.core.plan import Mode, Plan, Task
 from flexcp.core.sample import Sample
 from flexcp.cost.model import CostModel
 from flexcp.planner.bounds import lower_bound_s
@@ -16,13 +16,19 @@ from flexcp.planner.policies import flexcp, flexsp, megatron_dynamic, paper, sta
 from flexcp.planner.problem import Assignment, Problem
 from flexcp.planner.timeline import schedule
 
-POLICIES: dict[str, Callable[[Problem], Assignment]] = {
-    "flexcp": flexcp.assign,
-    "paper": paper.assign,
-    "flexsp": flexsp.assign,
-    "megatron-dynamic": megatron_dynamic.assign,
-    "ulysses": ulysses.assign,
-    "static": static.assign,
+
+
+def _scheduled(assign: Callable[[Problem], Assignment]) -> Callable[[Problem], tuple[Task, ...]]:
+    return lambda problem: schedule(problem, assign(problem))
+
+
+POLICIES: dict[str, Callable[[Problem], tuple[Task, ...]]] = {
+    "flexcp": flexcp.plan_tasks,
+    "paper": _scheduled(paper.assign),
+    "flexsp": _scheduled(flexsp.assign),
+    "megatron-dynamic": _scheduled(megatron_dynamic.assign),
+    "ulysses": _scheduled(ulysses.assign),
+    "static": _scheduled(static.assign),
 }
 MODES: tuple[Mode, ...] = ("lockstep", "free-running")
 
@@ -66,7 +72,7 @@ def make_plan(
     if mode not in MODES:
         raise UnknownNameError("mode", mode, MODES)
     problem = _problem(samples, cluster, priced(cost, policy), mode, whole_below_tokens)
-    tasks = schedule(problem, POLICIES[policy](problem))
+    tasks = POLICIES[policy](problem)
     return Plan(
         policy=policy,
         mode=mode,

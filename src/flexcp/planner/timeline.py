@@ -24,7 +24,8 @@ def schedule(problem: Problem, assignment: Assignment) -> tuple[Task, ...]:
     of the list can always run, and no rank waits in a circle.
     """
     groups = [_groups(wave, problem) for wave in assignment]
-    seconds = iter(_seconds(problem, assignment, groups))
+    packs = [pack.samples for wave in assignment for pack in wave]
+    seconds = iter(placed_s(problem, packs, [group for wave in groups for group in wave]))
     order = problem.order
     tasks: list[Task] = []
     free_s = [0.0] * problem.ranks
@@ -45,13 +46,11 @@ def _first(item: tuple[Group, Pack, float]) -> Group:
     return item[0]
 
 
-def _seconds(problem: Problem, assignment: Assignment, groups: list[tuple[Group, ...]]) -> list[float]:
-    """Seconds of every pack on its ranks."""
+def placed_s(problem: Problem, packs: Sequence[Sequence[int]], groups: Sequence[Group]) -> list[float]:
+    """Seconds of every pack, given by the positions of its samples, on its ranks."""
     cluster = problem.cluster
-    counts = problem.totals([pack.samples for wave in assignment for pack in wave])
-    flat = [group for wave in groups for group in wave]
-    speeds = np.array([cluster.speed(group) for group in flat]) if cluster.speeds else 1.0
-    seconds: list[float] = (seconds_on(counts, flat, cluster, problem.cost) / speeds).tolist()
+    speeds = np.array([cluster.speed(group) for group in groups]) if cluster.speeds else 1.0
+    seconds: list[float] = (seconds_on(problem.totals(packs), groups, cluster, problem.cost) / speeds).tolist()
     return seconds
 
 

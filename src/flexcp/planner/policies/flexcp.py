@@ -9,11 +9,12 @@ asking takes longer than planning. From there to 4096 others are asked where the
 
 from __future__ import annotations
 
+from flexcp.core.plan import Task
 from flexcp.planner.bounds import lower_bound_s
 from flexcp.planner.degrees import LongSamples, long_samples
-from flexcp.planner.list_schedule import ListSchedule, in_waves, list_schedule
+from flexcp.planner.list_schedule import ListSchedule, list_schedule, tasks
 from flexcp.planner.policies import paper, static
-from flexcp.planner.problem import Assignment, Problem
+from flexcp.planner.problem import Problem
 from flexcp.planner.timeline import makespan_s, schedule
 from flexcp.planner.waves import search
 
@@ -35,31 +36,26 @@ _TARGETS = 4
 _ROUNDING = 1 + 1e-9
 
 
-def assign(problem: Problem) -> Assignment:
+def plan_tasks(problem: Problem) -> tuple[Task, ...]:
     """Free-running: list schedules for several targets. Lockstep: a search for waves. Both stop when close.
 
     Complexity: that of `list_schedule` or `waves.search`; the other policies' on top where they are asked.
     """
     bound_s = lower_bound_s(problem)
-    candidates: list[Assignment] = []
     enough_s = CLOSE_ENOUGH * bound_s
+    best: tuple[Task, ...] = ()
     if problem.mode == "free-running":
-        made = list_schedules(problem, enough_s)
-        candidates.append(in_waves(problem, made))
+        best = tasks(problem, list_schedules(problem, enough_s))
         if problem.size > MOST_ALWAYS_ASKED:
             enough_s = _FAR * bound_s
-        if made.step_s <= enough_s or problem.size > MOST_ASKED_SAMPLES:
-            return candidates[0]
-    if not candidates or made.step_s > _FAR * bound_s:
-        candidates += search(problem, enough_s)
-    best = min(candidates, key=lambda candidate: _step_s(problem, candidate))
-    if _step_s(problem, best) <= enough_s or problem.size > MOST_ASKED_SAMPLES:
+        if makespan_s(best) <= enough_s or problem.size > MOST_ASKED_SAMPLES:
+            return best
+    if not best or makespan_s(best) > _FAR * bound_s:
+        made = [schedule(problem, waves) for waves in search(problem, enough_s)]
+        best = min([best, *made] if best else made, key=makespan_s)
+    if makespan_s(best) <= enough_s or problem.size > MOST_ASKED_SAMPLES:
         return best
-    return min((best, paper.assign(problem), static.assign(problem)), key=lambda x: _step_s(problem, x))
-
-
-def _step_s(problem: Problem, assignment: Assignment) -> float:
-    return makespan_s(schedule(problem, assignment))
+    return min(best, *(schedule(problem, ask(problem)) for ask in (paper.assign, static.assign)), key=makespan_s)
 
 
 def list_schedules(problem: Problem, goal_s: float) -> ListSchedule:
