@@ -11,16 +11,17 @@ from flexcp.core.errors import ConfigError, InfeasibleError
 from flexcp.core.layout import make_layout
 from flexcp.core.sample import Sample, samples_from_lengths
 from flexcp.cost.model import CostModel, Link, Load
+from flexcp.planner import check, make_plan
 from flexcp.planner.allocation import dynamic_programme, threshold
 from flexcp.planner.balance import Slot, fill, shelves
 from flexcp.planner.bounds import lower_bound_s
 from flexcp.planner.degrees import Ladder, long_samples
 from flexcp.planner.exhaustive import optimum_s
-from flexcp.planner.list_schedule import in_waves, list_schedule
+from flexcp.planner.list_schedule import list_schedule, tasks
 from flexcp.planner.packing import best_fit_decreasing
 from flexcp.planner.placement import crosses_nodes, place
 from flexcp.planner.problem import Problem
-from flexcp.planner.timeline import makespan_s, schedule
+from flexcp.planner.timeline import makespan_s
 
 FREE = Link(1e30, 0.0)
 COST = CostModel(1e-3, 1.0, 0.0, 0.5, 0.0, 1.0, 1, FREE, FREE)
@@ -34,7 +35,7 @@ def list_scheduled(problem, share):
     bound_s = lower_bound_s(problem)
     samples = long_samples(problem, 0.0)
     made = list_schedule(problem, samples, bound_s, share, problem.cluster.ranks_per_node)
-    return in_waves(problem, made)
+    return tasks(problem, made)
 
 
 def tokens_by_pack(problem, packs):
@@ -190,18 +191,16 @@ def test_the_optimum_is_infinite_where_no_plan_exists_and_refuses_large_inputs()
 def test_a_list_schedule_fills_the_time_before_and_after_rings():
     # Memory makes rings of the long samples; the short ones need several packs on one rank.
     problem = problem_of([60, 30, *[9] * 20], Cluster(4, 20), mode="free-running")
-    assignment = list_scheduled(problem, 1.0)
-    packs = [pack for wave in assignment for pack in wave]
-    assert sorted(k for pack in packs for k in pack.samples) == list(range(22))
-    assert {pack.samples: pack.degree for pack in packs if pack.degree > 1} == {(0,): 3, (1,): 2}
-    assert max(pack.load.tokens for pack in packs if pack.degree == 1) <= 20
-    step_s = makespan_s(schedule(problem, assignment))
-    assert step_s <= 1.1 * lower_bound_s(problem)
+    made = list_scheduled(problem, 1.0)
+    assert sorted(k for task in made for k in task.samples) == list(range(22))
+    assert {task.samples: task.degree for task in made if task.degree > 1} == {(0,): 3, (1,): 2}
+    assert max(len(task.samples) for task in made if task.degree == 1) == 2
+    assert makespan_s(made) <= 1.1 * lower_bound_s(problem)
 
 
 def test_rings_prefer_windows_inside_a_node():
     problem = problem_of([39, 38, 37], Cluster(6, 20, ranks_per_node=3), mode="free-running")
-    rings = [pack.ranks for wave in list_scheduled(problem, 2.0) for pack in wave]
+    rings = [task.ranks for task in list_scheduled(problem, 2.0)]
     assert rings == [(0, 1), (3, 4), (3, 4)]
     assert not any(crosses_nodes(ring, problem.cluster) for ring in rings)
 
@@ -231,7 +230,7 @@ def test_the_ladder_finds_what_a_full_table_finds(batch, cluster, cost, data):
 
 def test_wide_rings_take_whole_nodes_and_cross_few_links():
     problem = problem_of([119, 119, 38], Cluster(24, 10, ranks_per_node=8), mode="free-running")
-    rings = {pack.samples: pack.ranks for wave in list_scheduled(problem, 2.0) for pack in wave}
+    rings = {task.samples: task.ranks for task in list_scheduled(problem, 2.0)}
     assert [len(ring) for ring in rings.values()] == [12, 12, 4]
     assert all(len({rank // 8 for rank in ring}) == -(-len(ring) // 8) for ring in rings.values())
 
@@ -239,15 +238,27 @@ def test_wide_rings_take_whole_nodes_and_cross_few_links():
 def test_a_slow_node_gets_less_work():
     speeds = (1.0,) * 4 + (0.5,) * 4
     cluster = Cluster(8, 100, ranks_per_node=4, speeds=speeds)
-    problem = problem_of([10 + k % 7 for k in range(200)], cluster, mode="free-running")
-    assignment = list_scheduled(problem, 1.0)
-    tasks = schedule(problem, assignment)
-    tokens = [0, 0]
-    for wave in assignment:
-        for pack in wave:
-            tokens[pack.ranks[0] // 4] += pack.load.tokens
-    assert 1.8 < tokens[0] / tokens[1] < 2.2
-    assert makespan_s(tasks) <= 1.03 * lower_bound_s(problem)
+    lengths = [10 + k % 7 for k in range(200)]
+    problem = problem_of(lengths, cluster, mode="free-running")
+    made = list_scheduled(problem, 1.0)
+    counts = [0, 0]
+    for task in made:
+        counts[task.ranks[0] // 4] += sum(lengths[k] for k in task.samples)
+    assert 1.8 < counts[0] / counts[1] < 2.2
+    assert makespan_s(made) <= 1.03 * lower_bound_s(problem)
+
+
+@pytest.mark.parametrize("speeds", [(1.0,) * 8 + (0.5,) * 8, (1.0,) * 15 + (0.4,)])
+def test_lockstep_gives_slow_ranks_less_work(speeds):
+    lengths = [300, 200, 150, *[10 + k % 37 for k in range(300)]]
+    batch = samples_from_lengths(lengths)
+    slow, alike = Cluster(16, 60, 8, speeds), Cluster(16, 60, 8)
+    knowing = make_plan(batch, slow, COST, mode="lockstep")
+    unknowing = make_plan(batch, alike, COST, mode="lockstep")
+    assert check(knowing, COST) == ()
+    waves_s = [max(task.duration_s / slow.speed(task.ranks) for task in wave) for wave in unknowing.waves]
+    assert knowing.step_s < 0.85 * sum(waves_s)
+    assert knowing.gap < 1.25
 
 
 def test_the_wave_of_the_longest_sample_bounds_what_runs_beside_it():

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 
 from flexcp.core.errors import ConfigError
 
+# Far above any cluster; beyond it a slip of the keyboard would be planned for hours.
+MOST_RANKS = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """N ranks in nodes of equal size; one rank is one TP x PP cell.
 
     Attributes:
-        ranks: N, at least 1.
+        ranks: N, 1 to `MOST_RANKS`.
         tokens_per_rank: E as tokens, the most that one rank may hold at a time (see `cost.memory`).
         ranks_per_node: ranks that share the fast links; the last node may be smaller.
         speeds: speed of each rank, 1 being what the cost model says; empty where all run at 1. A group
@@ -30,6 +33,8 @@ class Cluster:
         for name in ("ranks", "tokens_per_rank", "ranks_per_node"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}", f"{name} is at least 1.")
+        if self.ranks > MOST_RANKS:
+            raise ConfigError(f"{self.ranks:,} ranks", f"Plans are made for up to {MOST_RANKS:,} ranks.")
         object.__setattr__(self, "speeds", tuple(self.speeds))  # JSON hands over a list
         if self.speeds and len(self.speeds) != self.ranks:
             raise ConfigError(f"{len(self.speeds)} speeds for {self.ranks} ranks", "Give one for each rank.")

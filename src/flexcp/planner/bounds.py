@@ -122,8 +122,8 @@ def _beside_longest_s(problem: Problem, samples: LongSamples) -> float:
 
            d·(t - T_cm(d)) >= Σ a,   a = token_s·l + sample_s + [cut]·(d - 1)(l·kv_bytes/bandwidth + sample_s)
 
-       over these samples, of work g each: e <= ρ·d·(t - T_cm(d)) with ρ the largest g / a. Whole samples
-       bring attention that the traffic hides, so ρ may exceed 1.
+       over these samples, of work g each: e <= k·d·(t - T_cm(d)) with k the largest g / a. Whole samples
+       bring attention that the traffic hides, so k may exceed 1.
     3. All other work, spread over N ranks, is in other waves, of which there are at least W_0 - 1.
 
     So the step lasts at least f(t) = t + (R - w - e(t) - M(t)) / N + (W_0 - 1)·c with the least of the limits
@@ -162,10 +162,10 @@ def _beside_longest_s(problem: Problem, samples: LongSamples) -> float:
 def _rate_beside(
     problem: Problem, sample: int, degree: Integers, crosses: npt.NDArray[np.bool_]
 ) -> tuple[Array, Array]:
-    """At least ρ, and T_cm, of `_beside_longest_s` at ascending degrees; each shape (degrees,).
+    """At least k, and T_cm, of `_beside_longest_s` at ascending degrees; each shape (degrees,).
 
-    Where no ring is walked, any other sample costs what its work takes: ρ = 1, from the end of the sample on.
-    Else ρ falls with d on one kind of link, so what it is at fewer ranks is enough; a few are looked at.
+    Where no ring is walked, any other sample costs what its work takes: k = 1, from the end of the sample on.
+    Else k falls with d on one kind of link, so what it is at fewer ranks is enough; a few are looked at.
     """
     cost = problem.cost
     alone = problem.columns[:, sample : sample + 1]

@@ -55,7 +55,9 @@ def plan_tasks(problem: Problem) -> tuple[Task, ...]:
         best = min([best, *made] if best else made, key=makespan_s)
     if makespan_s(best) <= enough_s or problem.size > MOST_ASKED_SAMPLES:
         return best
-    return min(best, *(schedule(problem, ask(problem)) for ask in (paper.assign, static.assign)), key=makespan_s)
+    return min(
+        best, *(schedule(problem, ask(problem)) for ask in (paper.assign, static.assign)), key=makespan_s
+    )
 
 
 def list_schedules(problem: Problem, goal_s: float) -> ListSchedule:
