@@ -21,6 +21,7 @@ LISTS = {
     "distca_dist_prolong.json": None,
     "azure_llm_2023_conv.csv": "ContextTokens",
     "meg-gpt2-openwebtext_text_document.idx": None,
+    "mooncake_conversation_lengths.csv": "input_length",
 }
 
 
@@ -33,7 +34,9 @@ def lengths_of(name):
 
 def plan_of(name, ranks, tokens, mode):
     lengths = [int(length) for length in lengths_of(name) if length <= ranks * tokens]
-    drawn = random.Random(0).sample(lengths, min(len(lengths), 512 if ranks < 128 else 1024))
+    draw = random.Random(0)
+    size = 512 if ranks < 128 else 8 * ranks
+    drawn = draw.sample(lengths, size) if size <= len(lengths) else draw.choices(lengths, k=size)
     plan = make_plan(samples_from_lengths(drawn), Cluster(ranks, tokens), COST, mode=mode)
     assert check(plan, COST) == ()
     return plan
@@ -49,5 +52,15 @@ def test_python_sources_on_64_ranks(mode, gap):
 @pytest.mark.parametrize("ranks", [8, 24, 32, 48, 64, 100, 128])
 @pytest.mark.parametrize("name", LISTS)
 def test_all_lists(name, ranks, tokens):
-    assert plan_of(name, ranks, tokens, "free-running").gap <= 1.035
-    assert plan_of(name, ranks, tokens, "lockstep").gap <= 1.12
+    # Half of the mooncake samples need two ranks or more at 4096 tokens: little is left to fill gaps with.
+    worst = 1.085 if name.startswith("mooncake") and tokens == 4096 else 1.02
+    assert plan_of(name, ranks, tokens, "free-running").gap <= worst
+    assert plan_of(name, ranks, tokens, "lockstep").gap <= 1.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [4096, 8192, 16384])
+@pytest.mark.parametrize("name", LISTS)
+def test_all_lists_on_1024_ranks(name, tokens):
+    worst = 1.085 if name.startswith("mooncake") and tokens == 4096 else 1.03
+    assert plan_of(name, 1024, tokens, "free-running").gap <= worst
