@@ -52,7 +52,8 @@ def planner_page() -> None:
     for ranks, tokens in ((32, 8192), (64, 8192), (64, 16384), (128, 8192)):
         cluster = Cluster(ranks, tokens)
         static, paper, lockstep = (
-            make_plan(samples, cluster, cost, policy=name) for name in ("static", "paper", "flexcp")
+            make_plan(samples, cluster, cost, policy=name, mode="lockstep")
+            for name in ("static", "paper", "flexcp")
         )
         free = make_plan(samples, cluster, cost, mode="free-running")
         idle, messages = paper.idle_share, communication_share(paper, cost)
