@@ -50,7 +50,8 @@ def placed_s(problem: Problem, packs: Sequence[Sequence[int]], groups: Sequence[
     """Seconds of every pack, given by the positions of its samples, on its ranks."""
     cluster = problem.cluster
     speeds = np.array([cluster.speed(group) for group in groups]) if cluster.speeds else 1.0
-    seconds: list[float] = (seconds_on(problem.totals(packs), groups, cluster, problem.cost) / speeds).tolist()
+    placed = seconds_on(problem.totals(packs), groups, cluster, problem.cost) / speeds
+    seconds: list[float] = placed.tolist()
     return seconds
 
 
