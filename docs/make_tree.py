@@ -31,13 +31,15 @@ def line(name: str, text: str, depth: int) -> str:
 
 
 def remark(file: Path) -> str:
-    """The first sentence of a module, or the first comment of a configuration file."""
+    """The first sentence of a module, or the first comment of any other file."""
     if not file.exists():
         return ""
     if file.suffix == ".py":
         text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     elif file.suffix in (".toml", ".md"):
         text = file.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ")
+    elif file.suffix in (".css", ".js"):
+        text = file.read_text(encoding="utf-8").split("\n", 1)[0].strip("/* ")
     else:
         text = ""
     paragraph = " ".join(text.split("\n\n", 1)[0].split())

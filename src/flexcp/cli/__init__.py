@@ -24,6 +24,7 @@ VERBS = {
     "simulate": "Run plans as discrete events: links, slow ranks, jitter, failures; needs no torch.",
     "profile": "Measure this machine, for plans that follow its real times.",
     "train": "Train a model as a TOML file says.",
+    "report": "Show a run or a plan as one page that opens without network.",
 }
 
 

@@ -70,14 +70,6 @@ class InputError(FlexCPError):
     """What the caller gave cannot be used."""
 
 
-def damaged_line(path: object, number: int, error: Exception) -> InputError:
-    """A line inside a file of one JSON object a line is not what was written there."""
-    return InputError(
-        f"{path}, line {number}, is damaged ({type(error).__name__}: {error})",
-        "Copy the folder again, or remove the line.",
-    )
-
-
 class LengthsError(InputError):
     """A list of sample lengths is not a list of positive integers."""
 

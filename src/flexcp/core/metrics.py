@@ -61,7 +61,11 @@ class StepReport:
 
         Raises:
             KeyError: a field is missing.
+            ValueError: a time that others are divided by is not positive.
         """
         values = {field.name: record[field.name] for field in fields(cls)}
+        for name in ("predicted_s", "bound_s", "step_s"):
+            if not values[name] > 0:
+                raise ValueError(f"{name} is {values[name]}")
         values["degrees"] = {int(degree): count for degree, count in values["degrees"].items()}
         return cls(**values)

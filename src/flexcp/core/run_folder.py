@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flexcp.core.cluster import Cluster
-from flexcp.core.errors import InputError, damaged_line
+from flexcp.core.errors import InputError
+from flexcp.core.jsonl import parse_json, read_lines
 from flexcp.core.metrics import StepReport
 from flexcp.core.plan import Mode
 
@@ -62,7 +63,7 @@ def read_info(folder: Path) -> RunInfo:
             "Give the folder that flexcp train wrote (run.folder), or the .json of flexcp plan --out.",
         )
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = parse_json(path.read_text(encoding="utf-8"))
         schema = body.pop("schema")
         if schema != RUN_SCHEMA:
             raise InputError(
@@ -99,13 +100,5 @@ def read_reports(folder: Path) -> Iterator[StepReport]:
             f"{folder} has no {path.name}: the run ended before its first step",
             "Give the folder of a run that has done at least one step.",
         )
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith("\n"):
-                return
-            try:
-                record = json.loads(line)
-                if "step" in record:
-                    yield StepReport.from_record(record)
-            except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-                raise damaged_line(path, number, error) from None
+    reports = read_lines(path, lambda record: StepReport.from_record(record) if "step" in record else None)
+    return (report for report in reports if report is not None)

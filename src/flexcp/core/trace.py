@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from flexcp.core.errors import damaged_line
+from flexcp.core.jsonl import read_lines
 from flexcp.core.plan import Plan, Task
 
 
@@ -39,7 +39,7 @@ def task_detail(plan: Plan, task: Task, rank: int) -> dict[str, Any]:
     """What the span of a task says of it on one rank: enough to draw prediction beside measurement.
 
     `samples` are ids, `tokens` their lengths, `rows` the tokens that this rank holds, `predicted_start_s`
-    counts from the start of the step, `predicted_s` is the duration.
+    counts from the start of the step, `predicted_s` is the duration, `wave` as in the plan.
     """
     pack = plan.pack(task)
     return {
@@ -49,6 +49,7 @@ def task_detail(plan: Plan, task: Task, rank: int) -> dict[str, Any]:
         "rows": plan.layout(task).rows(task.ranks.index(rank)),
         "predicted_start_s": task.start_s,
         "predicted_s": task.duration_s,
+        "wave": task.wave,
     }
 
 
@@ -86,15 +87,7 @@ def read_spans(path: Path) -> Iterator[Span]:
     Raises:
         InputError: another line is damaged; it is named.
     """
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith("\n"):
-                return
-            try:
-                span = Span(**json.loads(line))
-            except (TypeError, ValueError, RecursionError) as error:
-                raise damaged_line(path, number, error) from None
-            yield span
+    return read_lines(path, lambda record: Span(**record))
 
 
 def to_perfetto(spans: Iterable[Span]) -> str:

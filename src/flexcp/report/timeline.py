@@ -5,39 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from html import escape
-from typing import NamedTuple
 
 from rich.style import Style
 from rich.text import Text
 
 from flexcp.core.plan import Plan, Task
+from flexcp.report.bands import BANDS, band
 from flexcp.report.tables import format_ranks, format_seconds, rank_runs
 
-
-class _Band(NamedTuple):
-    """Degrees drawn in one colour."""
-
-    upto: float
-    label: str
-    light: str
-    dark: str
-
-
-# From calm to hot: what deserves a look in a plan is where many ranks share one pack.
-_BANDS = (
-    _Band(1, "1", "#b9c8d6", "#41566a"),
-    _Band(2, "2", "#84b9d9", "#3a7699"),
-    _Band(4, "3–4", "#4c97cb", "#4597d3"),
-    _Band(8, "5–8", "#5a6fc2", "#7286e3"),
-    _Band(16, "9–16", "#8c50a9", "#b274d4"),
-    _Band(math.inf, "17+", "#c23f79", "#e8659f"),
-)
 _IDLE = "#20242a"
 _DEGREE_MARKS = "0123456789abcdefghijklmnopqrstuvwxyz"
-
-
-def _band(degree: int) -> int:
-    return next(index for index, band in enumerate(_BANDS) if degree <= band.upto)
 
 
 def plan_timeline(plan: Plan, *, width: int = 100, rows: int = 16, colour: bool = True) -> Text:
@@ -89,7 +66,7 @@ def _shade(plan: Plan, index: int | None) -> str:
     if index is None:
         return _IDLE
     task = plan.tasks[index]
-    colour = _BANDS[_band(task.degree)].light
+    colour = BANDS[band(task.degree)].light
     if (task.wave + index) % 2 == 0:
         return colour
     return "#" + "".join(f"{int(colour[i : i + 2], 16) * 4 // 5:02x}" for i in (1, 3, 5))
@@ -114,9 +91,9 @@ def _legend(plan: Plan, colour: bool) -> Text:
         note = " (a = 10, b = 11, …)" if max(plan.degrees) > 9 else ""
         return Text(f"a mark is the degree of the task{note}, · is idle")
     text = Text("degree ")
-    for index in sorted({_band(degree) for degree in plan.degrees}):
-        text.append(" ■ ", style=_BANDS[index].light)
-        text.append(_BANDS[index].label)
+    for index in sorted({band(degree) for degree in plan.degrees}):
+        text.append(" ■ ", style=BANDS[index].light)
+        text.append(BANDS[index].label)
     text.append(" ■ ", style=_IDLE)
     return text.append("idle")
 
@@ -132,33 +109,50 @@ text { font: 12px ui-sans-serif, system-ui, "DejaVu Sans", sans-serif; fill: #57
 """
 _DARK_STYLE = """
 text { fill: #9198a1 } .title { fill: #f0f6fc }
-.page { fill: #0d1117 } .idle { fill: #1b2129 } .task { stroke: #0d1117 } .task:hover { stroke: #f0f6fc }
-.node { stroke: #0d1117 } .tick { stroke: #4b535d } .bound { stroke: #ff7b72 } .bound-label { fill: #ff7b72 }
+.page, .label { fill: #0d1117 } .idle { fill: #1b2129 }
+.task { stroke: #0d1117 } .task:hover { stroke: #f0f6fc } .node { stroke: #0d1117 }
+.tick { stroke: #4b535d } .bound { stroke: #ff7b72 } .bound-label { fill: #ff7b72 }
 """
 
 
 def plan_svg(plan: Plan) -> str:
     """A self-contained SVG of one plan, light or dark with the reader's preference, with tooltips."""
-    row = min(24.0, max(1.0, 448 / plan.cluster.ranks))
-    height = row * plan.cluster.ranks
-    per_second = (_WIDTH - _LEFT - _RIGHT) / plan.step_s
-    light = " ".join(f".d{i} {{ fill: {band.light} }}" for i, band in enumerate(_BANDS))
-    dark = " ".join(f".d{i} {{ fill: {band.dark} }}" for i, band in enumerate(_BANDS))
-    page = f'viewBox="0 0 {_WIDTH} {height + _TOP + _FOOT:g}"'
+    return plans_svg([plan])
+
+
+def plans_svg(plans: Sequence[Plan]) -> str:
+    """Several plans under each other on one axis of time, as `plan_svg` draws one."""
+    end_s = max(plan.step_s for plan in plans)
+    row = min(24.0, max(1.0, 448 / plans[0].cluster.ranks))
+    height = row * plans[0].cluster.ranks
+    light = " ".join(f".d{i} {{ fill: {colour.light} }}" for i, colour in enumerate(BANDS))
+    dark = " ".join(f".d{i} {{ fill: {colour.dark} }}" for i, colour in enumerate(BANDS))
+    panel = height + _TOP + _FOOT
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {page} role="img">',
-        f"<title>{escape(_headline(plan))}</title>",
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {panel * len(plans):g}" role="img">',
+        f"<title>{escape(_headline(plans[0]))}</title>",
         f"<style>{_STYLE}{light}\n@media (prefers-color-scheme: dark) {{{_DARK_STYLE}{dark} }}</style>",
         '<rect class="page" width="100%" height="100%" rx="8"/>',
+    ]
+    for number, plan in enumerate(plans):
+        drawn = _svg_panel(plan, row, end_s)
+        if number:
+            drawn = [f'<g transform="translate(0 {number * panel:g})">', *drawn, "</g>"]
+        lines.extend(drawn)
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def _svg_panel(plan: Plan, row: float, end_s: float) -> list[str]:
+    height = row * plan.cluster.ranks
+    per_second = (_WIDTH - _LEFT - _RIGHT) / end_s
+    return [
         f'<text class="title" x="{_LEFT}" y="28">{escape(_headline(plan))}</text>',
         f'<rect class="idle" x="{_LEFT}" y="{_TOP}" width="{_WIDTH - _LEFT - _RIGHT}" height="{height:g}"/>',
         *_svg_ranks(plan, row),
         *(line for task in plan.tasks for line in _svg_task(plan, task, row, per_second)),
-        *_svg_times(plan, height, per_second),
+        *_svg_times(plan, height, per_second, end_s),
         *_svg_legend(plan, height),
-        "</svg>",
     ]
-    return "\n".join(lines) + "\n"
 
 
 def _headline(plan: Plan) -> str:
@@ -180,7 +174,7 @@ def _svg_task(plan: Plan, task: Task, row: float, per_second: float) -> Iterator
     for first, last in rank_runs(task.ranks):
         y, height = _TOP + first * row, (last - first + 1) * row
         yield (
-            f'<rect class="task d{_band(task.degree)}" x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" '
+            f'<rect class="task d{band(task.degree)}" x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" '
             f'height="{height:.2f}" rx="1.5"><title>{escape(tip)}</title></rect>'
         )
         label = _fitting_label(task, tokens, width, height)
@@ -215,9 +209,9 @@ def _svg_ranks(plan: Plan, row: float) -> Iterator[str]:
     yield f'<text transform="translate(16 {middle:g}) rotate(-90)" text-anchor="middle">rank</text>'
 
 
-def _svg_times(plan: Plan, height: float, per_second: float) -> Iterator[str]:
+def _svg_times(plan: Plan, height: float, per_second: float, end_s: float) -> Iterator[str]:
     bottom = _TOP + height
-    for seconds in _ticks(plan.step_s):
+    for seconds in _ticks(end_s):
         x = _LEFT + seconds * per_second
         yield f'<path class="tick" d="M{x:.2f} {bottom:g}v5"/>'
         yield f'<text x="{x:.2f}" y="{bottom + 19:g}" text-anchor="middle">{seconds:g} s</text>'
@@ -240,9 +234,9 @@ def _svg_legend(plan: Plan, height: float) -> Iterator[str]:
     x = _LEFT
     yield f'<text x="{x}" y="{y:g}">ranks that share a pack:</text>'
     x += 152
-    for index in sorted({_band(degree) for degree in plan.degrees}):
+    for index in sorted({band(degree) for degree in plan.degrees}):
         yield f'<rect class="d{index}" x="{x}" y="{y - 10:g}" width="12" height="12" rx="2"/>'
-        yield f'<text x="{x + 18}" y="{y:g}">{_BANDS[index].label}</text>'
+        yield f'<text x="{x + 18}" y="{y:g}">{BANDS[index].label}</text>'
         x += 66
     yield f'<rect class="idle" x="{x}" y="{y - 10:g}" width="12" height="12" rx="2"/>'
     yield f'<text x="{x + 18}" y="{y:g}">idle</text>'

@@ -1,0 +1,93 @@
+"""`flexcp report`: a run or a plan as one HTML page, its timeline as SVG or Perfetto trace. Runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from flexcp.core.errors import ConfigError
+from flexcp.core.plan import Plan
+from flexcp.core.trace import Span, task_detail, to_perfetto
+from flexcp.report.page.from_plan import subject_of_plan
+from flexcp.report.page.from_run import subject_of_run
+from flexcp.report.page.html import page
+from flexcp.report.page.spans import latest_spans
+from flexcp.report.page.subject import Subject, plans_of
+from flexcp.report.timeline import plan_timeline, plans_svg
+
+_KINDS = ".html, .svg or .json"
+
+
+def report(
+    source: Annotated[Path, typer.Argument(metavar="RUN_OR_PLAN", help="Run folder, or plan .json.")],
+    out: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A page (.html), one step for papers (.svg), or spans for ui.perfetto.dev (.json).",
+            show_default="report.html beside it",
+        ),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Step of the .svg and of the terminal.", show_default="the first")
+    ] = None,
+) -> None:
+    """Show a run or a plan as one page that opens without network.
+
+    Reads the folder of flexcp train, or what flexcp plan --out plan.json wrote.
+    """
+    run = source.is_dir()
+    if not source.exists():
+        raise ConfigError(f"{source} does not exist", "Give a run folder, or the .json of flexcp plan --out.")
+    targets = out or [(source if run else source.parent) / "report.html"]
+    for path in targets:
+        if path.suffix not in (".html", ".svg", ".json"):
+            raise ConfigError(
+                f"--out {path} is neither {_KINDS}", "Pages are .html, drawings .svg, spans .json."
+            )
+    console = Console()
+    subject = subject_of_run(source, step) if run else subject_of_plan(source, step)
+    plans = plans_of(subject, step)
+    for path in targets:
+        _write(path, source, subject, plans, step or 0)
+    console.print(Text(subject.verdict, "bold"), highlight=False)
+    for advice in subject.advice:
+        console.print(Text("do: ", "green").append(advice, "default"), highlight=False)
+    for notice in subject.notices:
+        console.print(Text("note: ", "yellow").append(notice, "default"), highlight=False)
+    for plan in plans:
+        console.print(Text(f"\n{plan.policy}", "bold"), highlight=False)
+        console.print(plan_timeline(plan, width=min(console.width, 110), colour=console.is_terminal))
+    for path in targets:
+        console.print(Text(f"wrote {path}"), soft_wrap=True, highlight=False)
+
+
+def _write(path: Path, source: Path, subject: Subject, plans: Sequence[Plan], step: int) -> None:
+    if path.suffix == ".html":
+        text = page(subject)
+    elif path.suffix == ".svg":
+        if not plans:
+            raise ConfigError(
+                f"{source} has too many ranks for one drawing, or incomplete traces", "Make the .html page."
+            )
+        text = plans_svg(plans)
+    else:
+        text = to_perfetto(latest_spans(source) if source.is_dir() else _planned_spans(plans, step))
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror})", "Name a file in a folder that exists with --out."
+        ) from None
+
+
+def _planned_spans(plans: Sequence[Plan], step: int) -> Iterator[Span]:
+    """A plan as the trace of a run that goes as predicted."""
+    plan = plans[0]
+    for task in plan.tasks:
+        for rank in task.ranks:
+            yield Span(rank, "task", task.start_s, task.end_s, step, task_detail(plan, task, rank))

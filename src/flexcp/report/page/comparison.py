@@ -1,0 +1,78 @@
+"""What other policies would have planned for the samples that a run really had, by the model it used."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from flexcp.core.errors import FlexCPError
+from flexcp.core.plan import Plan
+from flexcp.core.run_folder import RunInfo
+from flexcp.core.sample import Sample
+from flexcp.cost.model import CostModel, Link
+from flexcp.planner import POLICIES, make_plan
+from flexcp.report.page.spans import Traces
+from flexcp.report.page.subject import PolicyRow, Timeline
+
+_SLOW = ("flexsp",)  # solves integer programmes for seconds a step
+_MOST_RANKS, _MOST_SAMPLES = 1024, 20_000
+
+
+def compare_policies(
+    info: RunInfo, traces: Traces, timelines: Sequence[Timeline]
+) -> tuple[tuple[PolicyRow, ...], tuple[str, ...]]:
+    """A row for each policy over the steps of the timelines, the run's own last; or why there is none."""
+    batches = [_samples(timeline) for timeline in timelines]
+    size = sum(map(len, batches))
+    if not traces.whole or info.cluster.ranks > _MOST_RANKS or size > _MOST_SAMPLES or not batches:
+        reason = "the run is too large" if traces.whole and batches else "the traces are not complete"
+        return (), (f"Policies are not compared: {reason}. flexcp plan compares them.",)
+    cost = _cost(info)
+    names = [name for name in reversed(POLICIES) if name not in (*_SLOW, info.policy)]
+    rows = []
+    for name in (*names, info.policy):
+        try:
+            plans = [
+                make_plan(
+                    batch,
+                    info.cluster,
+                    cost,
+                    policy=name,
+                    mode=info.mode,
+                    whole_below_tokens=info.whole_below_tokens,
+                )
+                for batch in batches
+            ]
+        except FlexCPError as error:
+            rows.append(PolicyRow(name, refusal=error.cause))
+        else:
+            rows.append(_row(name, plans))
+    return tuple(rows), ()
+
+
+def _cost(info: RunInfo) -> CostModel:
+    links = {name: Link(**info.coefficients[name]) for name in ("intra", "inter")}
+    return CostModel(**{**info.coefficients, **links})
+
+
+def _samples(timeline: Timeline) -> list[Sample]:
+    return [
+        Sample(number, tokens)
+        for box in timeline.panels[0].boxes
+        for number, tokens in zip(box.samples, box.tokens, strict=True)
+    ]
+
+
+def _row(name: str, plans: Sequence[Plan]) -> PolicyRow:
+    degrees: Counter[int] = Counter()
+    for plan in plans:
+        degrees.update(plan.degrees)
+    total_s = sum(plan.step_s for plan in plans)
+    return PolicyRow(
+        name,
+        step_s=total_s / len(plans),
+        bound_s=sum(plan.bound_s for plan in plans) / len(plans),
+        waves=sum(plan.num_waves for plan in plans) / len(plans),
+        degrees=dict(sorted(degrees.items())),
+        idle_share=sum(plan.idle_share * plan.step_s for plan in plans) / total_s,
+    )

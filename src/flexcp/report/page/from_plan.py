@@ -1,0 +1,272 @@
+"""From the JSON of `flexcp plan --out` to what a page shows of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flexcp.core.cluster import Cluster
+from flexcp.core.errors import InputError
+from flexcp.core.jsonl import parse_json
+from flexcp.core.layout import make_layout
+from flexcp.core.plan import Plan, Task
+from flexcp.core.sample import Sample
+from flexcp.report.page.limits import MOST_STEPS, shown_ranks
+from flexcp.report.page.subject import (
+    Box,
+    Curve,
+    DegreeShare,
+    LengthCounter,
+    Memory,
+    Panel,
+    PolicyRow,
+    Subject,
+    Timeline,
+    choose_steps,
+    no_such_step,
+)
+from flexcp.report.tables import format_seconds
+
+PLAN_REPORT_SCHEMA = "flexcp.plan-report/1"
+
+
+def read_plan_report(path: Path) -> dict[str, Any]:
+    """Read what `flexcp plan --out plan.json` wrote.
+
+    Raises:
+        InputError: not JSON, another schema, without tasks, or no policy has a plan.
+    """
+    remedy = "Write it with: flexcp plan … --out plan.json"
+    try:
+        body = parse_json(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not whole JSON ({type(error).__name__}: {error})", remedy) from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror})", remedy) from None
+    schema = body.get("schema") if isinstance(body, dict) else None
+    if not isinstance(body, dict) or schema != PLAN_REPORT_SCHEMA:
+        said = f"has the schema {schema!r}" if schema else "has no schema"
+        raise InputError(f"{path} {said}; a page is made of {PLAN_REPORT_SCHEMA!r}", remedy)
+    served = _served(body)
+    if not served:
+        refusals = "; ".join(str(policy.get("refusal")) for policy in body["policies"].values())
+        raise InputError(f"{path} holds no plan: {refusals}", "Plan again with what the reason asks for.")
+    if not all("tasks" in step for step in served[list(served)[-1]]["steps"]):
+        raise InputError(f"{path} has no tasks: it is what --json prints", remedy)
+    return body
+
+
+def subject_of_plan(path: Path, step: int | None = None) -> Subject:
+    """Everything to show of a plan report; `step` is to have a timeline.
+
+    Raises:
+        InputError: see `read_plan_report`; a part is missing or misshapen, or there is no such step.
+    """
+    body = read_plan_report(path)
+    steps = range(len(_main_policy(body)[1]["steps"]))
+    if step is not None and step not in steps:
+        raise no_such_step(step, steps)
+    try:
+        return _subject(body, path.name, step)
+    except (LookupError, TypeError, ValueError, AttributeError, InputError) as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> InputError:
+    return InputError(
+        f"{path} is damaged ({type(error).__name__}: {str(error).splitlines()[0]})",
+        "Write it again with: flexcp plan … --out plan.json",
+    )
+
+
+def _served(body: Mapping[str, Any]) -> dict[str, Any]:
+    policies = body.get("policies")
+    if not isinstance(policies, dict):
+        return {}
+    return {name: policy for name, policy in policies.items() if policy.get("steps")}
+
+
+def _main_policy(body: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The last of the table is what the verdict is about."""
+    served = _served(body)
+    name = list(served)[-1]
+    return name, served[name]
+
+
+def _plan(body: Mapping[str, Any], name: str, step: Mapping[str, Any]) -> Plan:
+    given = body["inputs"]
+    samples: list[Sample] = []
+    tasks = []
+    for task in step["tasks"]:
+        first = len(samples)
+        pairs = zip(task["samples"], task["tokens"], strict=True)
+        samples.extend(Sample(int(number), int(tokens)) for number, tokens in pairs)
+        positions = tuple(range(first, len(samples)))
+        ranks = tuple(int(rank) for rank in task["ranks"])
+        start_s, end_s = float(task["start_s"]), float(task["end_s"])
+        if not 0 <= start_s < end_s:
+            raise ValueError(f"a task from {start_s} s to {end_s} s")
+        tasks.append(Task(positions, ranks, int(task["wave"]), start_s, end_s))
+    if not float(step["bound_s"]) > 0:
+        raise ValueError(f"bound_s is {step['bound_s']}")
+    cluster = Cluster(given["ranks"], given["tokens_per_rank"], given["ranks_per_node"])
+    return Plan(
+        policy=name,
+        mode=given["mode"],
+        cluster=cluster,
+        whole_below_tokens=given["whole_below_tokens"],
+        samples=tuple(samples),
+        tasks=tuple(tasks),
+        bound_s=float(step["bound_s"]),
+    )
+
+
+def _subject(body: Mapping[str, Any], file_name: str, step: int | None) -> Subject:
+    given, served = body["inputs"], _served(body)
+    name, policy = _main_policy(body)
+    baseline = body["baseline"] if body["baseline"] in served else ""
+    compared = [name, *([baseline] if baseline and baseline != name else [])]
+    steps = policy["steps"]
+    chosen = choose_steps([one["step_s"] for one in steps], MOST_STEPS, step)
+    plans = {
+        (which, index): _plan(body, which, served[which]["steps"][index])
+        for which in compared
+        for index in chosen
+        if "tasks" in served[which]["steps"][index]
+    }
+    main = [plans[name, index] for index in chosen]
+    rows = shown_ranks(given["ranks"])
+    notices = [str(notice) for notice in given["notices"]]
+    if len(rows) < given["ranks"]:
+        notices.append(f"Timelines show every {rows[1] - rows[0]}th of {given['ranks']:,} ranks.")
+    if len(chosen) < len(steps):
+        notices.append(
+            f"Timelines, lengths and memory are of {len(chosen)} of {len(steps):,} steps: "
+            f"{', '.join(map(str, chosen))}."
+        )
+    timelines = []
+    for index in chosen:
+        panels = [Panel(which, _boxes(plans[which, index])) for which in compared if (which, index) in plans]
+        timelines.append(Timeline(index, tuple(panels), float(steps[index]["bound_s"])))
+    return Subject(
+        title=file_name,
+        origin="planned",
+        verdict=str(body["verdict"]),
+        advice=(),
+        good=not str(body["verdict"]).startswith("Not worth"),
+        facts=_facts(given, policy, served.get(baseline)),
+        notices=tuple(notices),
+        cluster=main[0].cluster,
+        mode=main[0].mode,
+        whole_below_tokens=main[0].whole_below_tokens,
+        ranks_shown=rows,
+        steps=tuple(range(len(steps))),
+        curves=(
+            *(
+                Curve(which, tuple(float(step["step_s"]) for step in served[which]["steps"]), style)
+                for which, style in zip(compared, ("main", "other"), strict=False)
+            ),
+            Curve("bound", tuple(float(step["bound_s"]) for step in steps), "bound"),
+        ),
+        gaps=tuple(
+            Curve(which, tuple(float(step["gap"]) for step in served[which]["steps"]), style)
+            for which, style in zip(compared, ("main", "other"), strict=False)
+        ),
+        timelines=tuple(timelines),
+        lengths=_lengths(main),
+        degrees=_degrees(main, policy["degrees"]),
+        memory=_memory(main),
+        policies=_policies(body["policies"]),
+        baseline=baseline,
+        policy=name,
+    )
+
+
+def _facts(
+    given: Mapping[str, Any], policy: Mapping[str, Any], baseline: Mapping[str, Any] | None
+) -> tuple[tuple[str, str], ...]:
+    facts = [
+        ("step", format_seconds(policy["step_s"])),
+        ("above the bound", f"{policy['gap'] - 1:.1%}"),
+        ("idle", f"{policy['idle_share']:.1%}"),
+        ("messages not hidden", f"{policy['communication_share']:.1%}"),
+        ("planned in", f"{policy['plan_ms']:.0f} ms"),
+    ]
+    if baseline is not None:
+        facts.insert(1, ("against the baseline", f"{baseline['step_s'] / policy['step_s']:.2f}×"))
+    return (
+        *facts,
+        ("model", str(given["model"])),
+        ("hardware", f"{given['ranks']:,} × {given['hardware']}"),
+        ("ranks a node", f"{given['ranks_per_node']}"),
+        ("tokens a rank", f"{given['tokens_per_rank']:,}"),
+        ("global batch", f"{given['global_batch']:,} samples"),
+        ("mode", str(given["mode"])),
+        ("lengths from", ", ".join(map(str, given["lengths"]))),
+        ("seed", str(given["seed"])),
+    )
+
+
+def _boxes(plan: Plan) -> tuple[Box, ...]:
+    return tuple(
+        Box(
+            key=index,
+            degree=task.degree,
+            ranks=task.ranks,
+            samples=tuple(sample.id for sample in plan.pack(task)),
+            tokens=tuple(sample.tokens for sample in plan.pack(task)),
+            start_s=task.start_s,
+            end_s=task.end_s,
+            wave=task.wave,
+        )
+        for index, task in enumerate(plan.tasks)
+    )
+
+
+def _lengths(plans: Sequence[Plan]) -> Any:
+    counter = LengthCounter()
+    for plan in plans:
+        counter.add(sample.tokens for sample in plan.samples)
+    return counter.counted()
+
+
+def _degrees(plans: Sequence[Plan], tasks: Mapping[str, int]) -> tuple[DegreeShare, ...]:
+    rank_s: Counter[int] = Counter()
+    for plan in plans:
+        for task in plan.tasks:
+            rank_s[task.degree] += task.duration_s * task.degree  # type: ignore[assignment]
+    counts = {int(degree): int(count) for degree, count in tasks.items()}
+    return tuple(DegreeShare(d, counts[d], float(rank_s[d])) for d in sorted(counts))
+
+
+def _memory(plans: Sequence[Plan]) -> Memory:
+    """Ranks run one task at a time, so the most they hold is their fullest task."""
+    cluster = plans[0].cluster
+    peaks = [0] * cluster.ranks
+    for plan in plans:
+        for task in plan.tasks:
+            layout = make_layout(plan.pack(task), task.degree, plan.whole_below_tokens)
+            for member, rank in enumerate(task.ranks):
+                peaks[rank] = max(peaks[rank], layout.rows(member))
+    return Memory(tuple(range(cluster.ranks)), tuple(peaks), cluster.tokens_per_rank)
+
+
+def _policies(policies: Mapping[str, Any]) -> tuple[PolicyRow, ...]:
+    rows = []
+    for name, policy in policies.items():
+        if "refusal" in policy:
+            rows.append(PolicyRow(name, refusal=str(policy["refusal"])))
+            continue
+        rows.append(
+            PolicyRow(
+                name,
+                step_s=float(policy["step_s"]),
+                bound_s=float(policy["bound_s"]),
+                waves=float(policy["waves"]),
+                degrees={int(degree): int(count) for degree, count in policy["degrees"].items()},
+                idle_share=float(policy["idle_share"]),
+            )
+        )
+    return tuple(rows)

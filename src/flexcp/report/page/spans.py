@@ -1,0 +1,157 @@
+"""Reads the traces of a run once: totals of everything, and the tasks of a few steps in full."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from flexcp.core.errors import InputError
+from flexcp.core.jsonl import ends_whole
+from flexcp.core.run_folder import trace_path
+from flexcp.core.trace import Span, read_spans
+from flexcp.report.page.subject import LengthCounter, Mark
+
+
+@dataclass(slots=True)
+class SeenTask:
+    """One task, put together from the spans of its ranks; seconds on their clocks."""
+
+    degree: int
+    samples: tuple[int, ...]
+    tokens: tuple[int, ...]
+    predicted_start_s: float
+    predicted_s: float
+    wave: int
+    by_rank: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+
+class SeenStep:
+    """Tasks and other spans of one step."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[tuple[tuple[int, ...], float], SeenTask] = {}
+        self.marks: list[SeenMark] = []
+
+    @property
+    def tasks(self) -> list[SeenTask]:
+        """In the order in which they were met."""
+        return list(self._tasks.values())
+
+    def add(self, span: Span) -> None:
+        """One span of one rank."""
+        detail = span.detail or {}
+        if span.name != "task":
+            self.marks.append(SeenMark(span.rank, span.name, span.start_s, span.end_s))
+            return
+        # A batch that spans epochs may hold a sample twice, but never at the same time on the same ranks.
+        key = (tuple(detail["samples"]), float(detail["predicted_start_s"]))
+        if key not in self._tasks:
+            self._tasks[key] = SeenTask(
+                degree=int(detail["degree"]),
+                samples=key[0],
+                tokens=tuple(detail["tokens"]),
+                predicted_start_s=key[1],
+                predicted_s=float(detail["predicted_s"]),
+                wave=int(detail["wave"]),
+            )
+        self._tasks[key].by_rank[span.rank] = (span.start_s, span.end_s)
+
+
+class SeenMark(Mark):
+    """A mark on the clock of its rank."""
+
+    def shifted(self, seconds: float) -> Mark:
+        """The same on another clock."""
+        return replace(self, start_s=self.start_s + seconds, end_s=self.end_s + seconds)
+
+
+@dataclass
+class Traces:
+    """What the traces say.
+
+    Attributes:
+        steps: the steps asked for.
+        rank_s: seconds per degree over all ranks, scaled up where not all were read.
+        peak_rows: per rank, the most tokens it held at a time.
+        whole: whether every rank was read.
+    """
+
+    steps: dict[int, SeenStep]
+    whole: bool
+    lengths: LengthCounter = field(default_factory=LengthCounter)
+    rank_s: dict[int, float] = field(default_factory=dict)
+    peak_rows: dict[int, int] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+
+
+def read_traces(folder: Path, ranks: Sequence[int], steps: set[int]) -> Traces:
+    """Read the spans of some ranks, of the latest attempt at every step.
+
+    Raises:
+        InputError: there are no traces, or a line is damaged or lacks what a task's span has.
+    """
+    attempts = _attempts(folder)
+    scale = float(ranks[1] - ranks[0]) if len(ranks) > 1 else 1.0
+    traces = Traces({step: SeenStep() for step in steps}, whole=scale == 1.0)
+    missing: set[int] = set()
+    for number, first_step in enumerate(attempts):
+        upto = attempts[number + 1] if number + 1 < len(attempts) else None
+        for rank in ranks:
+            path = trace_path(folder, first_step, rank)
+            if not path.is_file():
+                missing.add(rank)
+                continue
+            if not ends_whole(path):
+                traces.notices.append(f"{path.name} ends inside a line: what followed is not shown.")
+            traces.peak_rows.setdefault(rank, 0)
+            for span in read_spans(path):
+                if span.step >= first_step and (upto is None or span.step < upto):
+                    _count(traces, span, scale, path)
+    if missing:
+        traces.notices.append(f"Traces of {len(missing)} ranks are missing, the first is {min(missing)}.")
+        traces.whole = False
+    return traces
+
+
+def latest_spans(folder: Path) -> Iterator[Span]:
+    """All spans of the latest attempt, whose ranks share an origin of time.
+
+    Raises:
+        InputError: there are no traces, or a line is damaged.
+    """
+    last = trace_path(folder, _attempts(folder)[-1], 0).parent
+    for path in sorted(last.glob("rank-*.jsonl")):
+        yield from read_spans(path)
+
+
+def _attempts(folder: Path) -> list[int]:
+    found = sorted((folder / "trace").glob("from-step-*"))
+    if not found:
+        raise InputError(
+            f"{folder} has no trace folder, so nobody knows what ran where",
+            "Copy the whole run folder; trace/ is written beside metrics.jsonl.",
+        )
+    return [int(path.name.removeprefix("from-step-")) for path in found]
+
+
+def _count(traces: Traces, span: Span, scale: float, path: Path) -> None:
+    try:
+        if span.step in traces.steps:
+            traces.steps[span.step].add(span)
+        if span.name != "task":
+            return
+        detail = span.detail or {}
+        degree = int(detail["degree"])
+        if span.end_s < span.start_s or degree < 1:
+            raise ValueError(f"end_s {span.end_s}, start_s {span.start_s}, degree {degree}")
+        # Every rank of a group counts its share of the pack, so all together count it once.
+        traces.lengths.add(detail["tokens"], scale / degree)
+        seconds = scale * (span.end_s - span.start_s)
+        traces.rank_s[degree] = traces.rank_s.get(degree, 0.0) + seconds
+        traces.peak_rows[span.rank] = max(traces.peak_rows[span.rank], int(detail["rows"]))
+    except (LookupError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{path}: a task of step {span.step} lacks or garbles {error}",
+            "Read it with the version of flexcp that wrote it, or run again.",
+        ) from None

@@ -1,0 +1,93 @@
+"""Run folders of any size without running anything: plans that go as predicted, times a factor."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from flexcp.core.cluster import Cluster
+from flexcp.core.metrics import StepReport
+from flexcp.core.plan import Plan
+from flexcp.core.run_folder import Origin, RunInfo, metrics_path, trace_path
+from flexcp.core.sample import Sample
+from flexcp.core.trace import Span, TraceWriter, task_detail
+from flexcp.cost.model import CostModel, Link
+from flexcp.planner import make_plan
+
+COST = CostModel(2e-8, 1e-5, 1e-5, 1e-3, 1e-4, 4096.0, 4, Link(1e10, 1e-5), Link(1e9, 2e-5))
+
+
+def write_run(
+    folder: Path,
+    batches: list[list[int]],
+    cluster: Cluster,
+    *,
+    slower: float = 1.0,
+    origin: Origin = "measured",
+    model: str = "tiny",
+) -> list[Plan]:
+    """Write a run of one step a batch of lengths, every task `slower` times its prediction; its plans."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plans = []
+    first = 0
+    for lengths in batches:
+        samples = [Sample(first + index, tokens) for index, tokens in enumerate(lengths)]
+        plans.append(make_plan(samples, cluster, COST))
+        first += len(lengths)
+    info = RunInfo(
+        origin=origin,
+        model=model,
+        hardware="cpu",
+        policy="flexcp",
+        mode="free-running",
+        cluster=cluster,
+        whole_below_tokens=plans[0].whole_below_tokens,
+        coefficients=asdict(COST),
+    )
+    info.write(folder)
+    with metrics_path(folder).open("w", encoding="utf-8") as file:
+        for step, plan in enumerate(plans):
+            file.write(_json(report_of(plan, step, slower)))
+    for rank in range(cluster.ranks):
+        with TraceWriter(trace_path(folder, 0, rank)) as trace:
+            write_rank(trace, rank, plans, slower)
+    return plans
+
+
+def report_of(plan: Plan, step: int, slower: float) -> StepReport:
+    """What a step of such a run reports."""
+    tokens = sum(sample.tokens for sample in plan.samples)
+    return StepReport(
+        step=step,
+        loss=8.0 - step,
+        grad_norm=1.0,
+        tokens=tokens,
+        supervised_tokens=tokens,
+        degrees=plan.degrees,
+        predicted_s=plan.step_s,
+        bound_s=plan.bound_s,
+        measured_s=plan.step_s * slower,
+        step_s=plan.step_s * slower + 0.01,
+        plan_s=0.002,
+        exposed_s=0.0,
+        idle_share=plan.idle_share,
+    )
+
+
+def write_rank(trace: TraceWriter, rank: int, plans: list[Plan], slower: float) -> None:
+    """The spans of one rank: its tasks and, after each step, the reduction."""
+    origin_s = 0.0
+    for step, plan in enumerate(plans):
+        for index in plan.tasks_of(rank):
+            task = plan.tasks[index]
+            start_s, end_s = origin_s + slower * task.start_s, origin_s + slower * task.end_s
+            trace.write(Span(rank, "task", start_s, end_s, step, task_detail(plan, task, rank)))
+        origin_s += slower * plan.step_s
+        trace.write(Span(rank, "reduce", origin_s, origin_s + 0.01, step))
+        origin_s += 0.02
+
+
+def _json(report: StepReport) -> str:
+
+    return json.dumps({**report.to_record(), "lr": 0.1}) + "\n"

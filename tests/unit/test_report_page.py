@@ -1,0 +1,427 @@
+"""The page of a run or plan: its numbers, its limits, and what is said of files that are damaged."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from tests.run_folders import write_run
+
+from flexcp.cli import main
+from flexcp.core.cluster import Cluster
+from flexcp.core.errors import InputError
+from flexcp.core.run_folder import read_info, read_reports, trace_path
+from flexcp.core.trace import read_spans
+from flexcp.report.page.from_plan import subject_of_plan
+from flexcp.report.page.from_run import subject_of_run
+from flexcp.report.page.html import page
+from flexcp.report.page.subject import plans_of
+
+LENGTHS = Path(__file__).parents[1] / "data" / "python_source_lengths_qwen.json"
+BATCHES = [[9000, 300, 300, 2000, 700, 40], [5000, 4000, 100, 100, 900, 10], [12000, 60, 60, 60, 80, 90]]
+HOSTILE = '<script>alert("x")</script>'
+VOID = {"meta", "link"}
+
+
+class Tree(HTMLParser):
+    """Elements of a document; fails where they are not nested."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None], str]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        section = next((e[1].get("id") for e in reversed(self.elements) if e[0] == "section"), None)
+        self.elements.append((tag, dict(attrs), section or ""))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.texts.append(data)
+
+    def count(self, section: str, class_: str) -> int:
+        """Elements of a class in a section."""
+        return sum(
+            class_ in (attributes.get("class") or "").split()
+            for _, attributes, where in self.elements
+            if where == section
+        )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Three steps on 8 ranks, all tasks 1.2 times as long as predicted."""
+    write_run(tmp_path / "run", BATCHES, Cluster(8, 2048, 4), slower=1.2)
+    return tmp_path / "run"
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps of real lengths on 16 ranks."""
+    out = tmp_path_factory.mktemp("plan") / "plan.json"
+    arguments = ["plan", str(LENGTHS), "--model", "qwen3-8b", "--ranks", "16", "--tokens-per-rank", "16384"]
+    assert main([*arguments, "--global-batch", "64", "--steps", "2", "--out", str(out), "--json"]) == 0
+    return out
+
+
+def test_a_run_is_read_back_as_it_was_written(run: Path) -> None:
+    """Lengths, degrees, memory, timeline and verdict are those of the plans that were run."""
+    plans = write_run(run, BATCHES, Cluster(8, 2048, 4), slower=1.2)
+    subject = subject_of_run(run)
+
+    assert sum(subject.lengths.samples) == pytest.approx(18)
+    assert sum(subject.lengths.tokens) == pytest.approx(sum(map(sum, BATCHES)))
+    tasks = sum(len(plan.tasks) for plan in plans)
+    assert sum(share.tasks for share in subject.degrees) == tasks == len(subject.pairs)
+    busy_s = sum(task.degree * task.duration_s for plan in plans for task in plan.tasks)
+    assert sum(share.rank_s for share in subject.degrees) == pytest.approx(1.2 * busy_s)
+    assert max(subject.memory.peak_tokens) == max(
+        plan.layout(task).max_rows for plan in plans for task in plan.tasks
+    )
+    assert [timeline.step for timeline in subject.timelines] == [0, 1, 2]
+    for timeline, plan in zip(subject.timelines, plans, strict=True):
+        predicted, measured = timeline.panels
+        assert predicted.end_s == pytest.approx(plan.step_s)
+        assert measured.end_s == pytest.approx(1.2 * plan.step_s)
+        assert sum(len(box.by_rank) for box in measured.boxes) == sum(task.degree for task in plan.tasks)
+    assert all(after == pytest.approx(1.2 * before) for before, after, _ in subject.pairs)
+    assert "1.20× the predicted (a step is off by 20.0% on average)" in subject.verdict
+    assert any("flexcp profile" in advice for advice in subject.advice)
+
+
+def test_other_policies_are_planned_for_the_samples_of_the_run(run: Path) -> None:
+    """The run's own policy is last and is what the run had."""
+    subject = subject_of_run(run)
+    rows = {row.name: row for row in subject.policies}
+
+    assert {"static", "paper", "flexcp"} <= set(rows)
+    assert list(rows)[-1] == "flexcp"
+    steps_s = [timeline.panels[0].end_s for timeline in subject.timelines]
+    assert rows["flexcp"].step_s == pytest.approx(sum(steps_s) / 3)
+    assert rows["paper"].step_s >= rows["flexcp"].step_s
+
+
+def test_a_simulated_run_says_so(tmp_path: Path) -> None:
+    """The same records, another word."""
+    write_run(tmp_path, BATCHES, Cluster(8, 2048, 4), origin="simulated")
+    subject = subject_of_run(tmp_path)
+    text = page(subject)
+
+    assert "simulated step times are as predicted" in subject.verdict
+    assert subject.good
+    assert "FlexCP · simulated run" in text
+    assert 'data-name="simulated"' in text
+
+
+def test_a_plan_is_read_back_as_it_was_written(plan_file: Path) -> None:
+    """Both policies of the timeline, all steps of the curves, all rows of the table."""
+    body = json.loads(plan_file.read_text())
+    subject = subject_of_plan(plan_file)
+
+    assert subject.verdict == body["verdict"]
+    assert [panel.name for panel in subject.timelines[0].panels] == ["flexcp", body["baseline"]]
+    assert subject.curves[0].values == tuple(s["step_s"] for s in body["policies"]["flexcp"]["steps"])
+    assert [row.name for row in subject.policies] == list(body["policies"])
+    tokens = [t for s in body["policies"]["flexcp"]["steps"] for task in s["tasks"] for t in task["tokens"]]
+    assert sum(subject.lengths.samples) == len(tokens) == 128
+    assert sum(subject.lengths.tokens) == sum(tokens)
+    assert max(subject.memory.peak_tokens) <= 16384
+    assert plans_of(subject, 1)[0].step_s == body["policies"]["flexcp"]["steps"][1]["step_s"]
+
+
+def test_every_plot_has_its_marks(run: Path) -> None:
+    """Well-formed, and as many bars, boxes and lines as there are numbers."""
+    subject = subject_of_run(run)
+    tree = Tree(page(subject))
+
+    boxes = [len(panel.boxes) for timeline in subject.timelines for panel in timeline.panels]
+    assert tree.count("timeline", "task") == sum(boxes)
+    assert tree.count("steps", "line") == 2 * 4  # a line and its key
+    assert tree.count("gap", "line") == 2 * 2 + 1
+    assert tree.count("prediction", "spot") == len(subject.pairs)
+    assert tree.count("policies", "bar") == sum(not row.refusal for row in subject.policies)
+    assert tree.count("lengths", "bar") == 2 * len(subject.lengths.samples)
+    assert tree.count("degrees", "bar") == 2 * len(subject.degrees)
+    assert tree.count("memory", "bar") == 8
+
+
+def test_the_page_names_nothing_outside_of_itself(run: Path, plan_file: Path) -> None:
+    """No address, no import; and the browser is told to fetch nothing and to run no script but its own."""
+    for subject in (subject_of_run(run), subject_of_plan(plan_file)):
+        text = page(subject)
+        sources = [
+            value
+            for _, attributes, _ in Tree(text).elements
+            for name, value in attributes.items()
+            if name in ("src", "href") and not value.startswith("#")
+        ]
+
+        assert sources == ["data:,"]
+        assert not re.search(r"https?:|@import|url\(|fetch\(|XMLHttp|import\(", text)
+        policies = [
+            attributes["content"]
+            for _, attributes, _ in Tree(text).elements
+            if attributes.get("http-equiv") == "Content-Security-Policy"
+        ]
+        assert [policy.split(";")[0] for policy in policies] == ["default-src 'none'"]
+
+
+def test_hostile_names_are_text(tmp_path: Path, plan_file: Path) -> None:
+    """Names of models, files, policies and folders, verdicts and notices, come from outside."""
+    write_run(tmp_path / "<img src=x onerror=alert(1)>", BATCHES, Cluster(8, 2048, 4), model=HOSTILE)
+    body = json.loads(plan_file.read_text())
+    body["policies"] = {f"{name}{HOSTILE}": policy for name, policy in body["policies"].items()}
+    body["baseline"] += HOSTILE
+    body["verdict"] += HOSTILE
+    body["policies"] = {HOSTILE: {"refusal": HOSTILE}} | body["policies"]
+    body["inputs"] |= {"lengths": [HOSTILE], "model": HOSTILE, "hardware": HOSTILE, "notices": [HOSTILE]}
+    hostile = tmp_path / f"{HOSTILE.replace('/', '')}.json"
+    hostile.write_text(json.dumps(body))
+    for subject in (
+        subject_of_run(tmp_path / "<img src=x onerror=alert(1)>"),
+        subject_of_plan(hostile),
+    ):
+        text = page(subject)
+        tree = Tree(text)
+
+        assert [tag for tag, *_ in tree.elements if tag in ("script", "img")] == ["script"]
+        assert not [
+            name for _, attributes, _ in tree.elements for name in attributes if name.startswith("on")
+        ]
+        assert HOSTILE in "".join(tree.texts)
+
+
+def test_wide_clusters_are_thinned_with_a_notice(tmp_path: Path) -> None:
+    """Every k-th rank of many; the notice says which, and totals are of everything."""
+    ranks = 1024
+    lengths = [3000] * 40 + [200] * 3000
+    write_run(tmp_path, [lengths], Cluster(ranks, 2048))
+    subject = subject_of_run(tmp_path)
+    tree = Tree(page(subject))
+
+    assert len(subject.ranks_shown) == 64
+    assert "Timelines show every 16th of 1,024 ranks." in subject.notices
+    assert any("counted on every 4th of 1,024 ranks, and scaled" in notice for notice in subject.notices)
+    assert any(notice.startswith("Policies are not compared") for notice in subject.notices)
+    assert sum(subject.lengths.samples) == pytest.approx(len(lengths), rel=0.1)
+    assert 0 < tree.count("timeline", "task") <= 3000
+    assert tree.count("memory", "bar") == 64
+    assert len(page(subject)) < 2_000_000
+
+
+def test_many_samples_are_a_histogram(tmp_path: Path) -> None:
+    """A hundred thousand samples add nothing to the page but their counts."""
+    write_run(tmp_path, [[40 + index % 500 for index in range(100_000)]], Cluster(4, 65536))
+    subject = subject_of_run(tmp_path)
+
+    assert sum(subject.lengths.samples) == pytest.approx(100_000)
+    assert len(subject.lengths.samples) == 5
+    assert len(page(subject)) < 300_000
+
+
+def test_many_steps_are_thinned(tmp_path: Path) -> None:
+    """Curves have at most 400 points, timelines a few steps, and both are said."""
+    write_run(tmp_path, [[300, 500]] * 1000, Cluster(2, 2048))
+    subject = subject_of_run(tmp_path)
+    tree = Tree(page(subject))
+
+    assert "Timelines are of 8 of 1,000 steps" in " ".join(subject.notices)
+    assert tree.count("steps", "stop") == 334
+    assert "334 of 1,000 steps" in "".join(tree.texts)
+    assert len(subject_of_run(tmp_path, 777).timelines) == 8
+    assert 777 in [timeline.step for timeline in subject_of_run(tmp_path, 777).timelines]
+
+
+def test_a_resumed_run_shows_the_latest_attempt(run: Path) -> None:
+    """Steps that were run again are taken from where they were run last."""
+    again = run.parent / "again"
+    write_run(again, BATCHES, Cluster(8, 2048, 4), slower=3.0)
+    shutil.copytree(again / "trace" / "from-step-00000000", run / "trace" / "from-step-00000002")
+    subject = subject_of_run(run)
+
+    times = [timeline.panels[1].end_s / timeline.panels[0].end_s for timeline in subject.timelines]
+    assert times == pytest.approx([1.2, 1.2, 3.0])
+    assert sum(subject.lengths.samples) == pytest.approx(18)
+
+
+def break_run(run: Path, how: str) -> None:
+    """Damage one thing."""
+    info, metrics, trace = run / "run.json", run / "metrics.jsonl", trace_path(run, 0, 3)
+    if how == "no info":
+        info.unlink()
+    elif how == "other schema":
+        info.write_text(info.read_text().replace("flexcp.run/1", "flexcp.run/9"))
+    elif how == "cut info":
+        info.write_text(info.read_text()[:100])
+    elif how == "no metrics":
+        metrics.unlink()
+    elif how == "empty metrics":
+        metrics.write_text("")
+    elif how == "bad metrics":
+        metrics.write_text(metrics.read_text().replace('"step": 1,', '"step": NaN,'))
+    elif how == "missing field":
+        metrics.write_text(metrics.read_text().replace('"bound_s"', '"bond_s"'))
+    elif how == "negative time":
+        metrics.write_text(re.sub(r'"step_s": ', '"step_s": -', metrics.read_text()))
+    elif how == "time runs back":
+        trace.write_text(re.sub(r'"end_s":', '"end_s":-', trace.read_text()))
+    elif how == "no trace":
+        shutil.rmtree(run / "trace")
+    elif how == "bad trace":
+        trace.write_text(trace.read_text().replace('{"rank"', '{"rnk"', 1))
+    elif how == "old trace":
+        trace.write_text(trace.read_text().replace('"predicted_start_s"', '"started"'))
+
+
+@pytest.mark.parametrize(
+    ("how", "cause", "remedy"),
+    [
+        ("no info", "is not a run folder: it has no run.json", "flexcp train"),
+        ("other schema", "schema 'flexcp.run/9', this version reads 'flexcp.run/1'", "the version of flexcp"),
+        ("cut info", "run.json is damaged (JSONDecodeError", "Copy it again"),
+        ("no metrics", "has no metrics.jsonl: the run ended before its first step", "at least one step"),
+        ("empty metrics", "holds no whole step", "at least one step"),
+        ("bad metrics", "metrics.jsonl, line 2, is damaged (ValueError: NaN", "Copy the folder again"),
+        ("missing field", "metrics.jsonl, line 1, is damaged (KeyError: 'bound_s')", "Copy the folder"),
+        ("negative time", "metrics.jsonl, line 1, is damaged (ValueError: step_s is -", "Copy the folder"),
+        ("time runs back", "rank-3.jsonl: a task of step 0 lacks or garbles end_s -", "run again"),
+        ("no trace", "has no trace folder", "Copy the whole run folder"),
+        ("bad trace", "rank-3.jsonl, line 1, is damaged (TypeError", "Copy the folder again"),
+        ("old trace", "rank-3.jsonl: a task of step 0 lacks or garbles 'predicted_start_s'", "run again"),
+    ],
+)
+def test_damaged_runs_are_named(run: Path, capfd, how: str, cause: str, remedy: str) -> None:
+    """What is wrong, where, and what to do; through the command, with its exit code."""
+    break_run(run, how)
+
+    assert main(["report", str(run)]) == 2
+    shown = capfd.readouterr().err
+    assert cause in shown
+    assert remedy in shown
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (lambda text: text[:2000], "plan.json is not whole JSON"),
+        (
+            lambda text: text.replace("flexcp.plan-report/1", "flexcp.plan/1"),
+            "has the schema 'flexcp.plan/1'",
+        ),
+        (lambda text: "[1, 2]", "has no schema"),
+        (lambda text: text.replace('"ranks_per_node"', '"rpn"'), "is damaged (KeyError: 'ranks_per_node')"),
+        (lambda text: text.replace('"tokens": [', '"tokens": ["a", '), "is damaged (ValueError"),
+        (lambda text: re.sub(r'"step_s": [\d.e-]+', '"step_s": NaN', text), "NaN is not a number of JSON"),
+        (lambda text: re.sub(r'"tasks": ', '"no_tasks": ', text), "has no tasks: it is what --json prints"),
+        (lambda text: json.dumps(json.loads(text) | {"policies": {"a": {"refusal": "why"}}}), "no plan: why"),
+        (lambda text: text.replace('"start_s": 0.0', '"start_s": "soon"'), "is damaged (ValueError"),
+        (lambda text: re.sub(r'"end_s": ', '"end_s": -', text), "a task from 0.0 s to -"),
+        (
+            lambda text: re.sub(r'"bound_s": [\d.e-]+', '"bound_s": 0', text),
+            "is damaged (ValueError: bound_s is 0",
+        ),
+    ],
+)
+def test_damaged_plans_are_named(plan_file: Path, tmp_path: Path, capfd, change, cause: str) -> None:
+    """Truncated, of another schema, of another shape."""
+    (tmp_path / "plan.json").write_text(change(plan_file.read_text()))
+
+    assert main(["report", str(tmp_path / "plan.json")]) == 2
+    shown = capfd.readouterr().err
+    assert cause in shown
+    assert "fix:" in shown
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        (["nowhere"], "nowhere does not exist"),
+        (["{run}", "--step", "9"], "there is no step 9"),
+        (["{plan}", "--step", "2"], "there is no step 2"),
+        (["{run}", "--out", "page.pdf"], "--out page.pdf is neither .html, .svg or .json"),
+        (["{run}", "--out", "no/such/page.html"], "no/such/page.html cannot be written"),
+    ],
+)
+def test_wrong_arguments(run: Path, plan_file: Path, capfd, arguments: list[str], cause: str) -> None:
+    """Each with a remedy."""
+    named = [argument.format(run=run, plan=plan_file) for argument in arguments]
+
+    assert main(["report", *named]) == 2
+    shown = capfd.readouterr().err
+    assert cause in shown
+    assert "fix:" in shown
+
+
+def test_cut_files_are_shown_as_far_as_they_go(run: Path) -> None:
+    """A killed run leaves unfinished lines: what is whole is shown, and the rest is said to be missing."""
+    for path in (run / "metrics.jsonl", trace_path(run, 0, 5)):
+        path.write_text(path.read_text()[:-30])
+    trace_path(run, 0, 6).unlink()
+    subject = subject_of_run(run)
+
+    assert subject.steps == (0, 1)
+    notices = " ".join(subject.notices)
+    assert "metrics.jsonl ends inside a line" in notices
+    assert "rank-5.jsonl ends inside a line" in notices
+    assert "Traces of 1 ranks are missing, the first is 6." in notices
+
+
+def test_a_run_without_info_is_told_from_one_that_has(run: Path) -> None:
+    """What the readers of a folder say to a caller from Python."""
+    assert read_info(run).cluster == Cluster(8, 2048, 4)
+    assert [report.step for report in read_reports(run)] == [0, 1, 2]
+    with pytest.raises(InputError, match="not a run folder"):
+        read_info(run.parent)
+
+
+def test_the_command_writes_page_svg_and_perfetto(run: Path, plan_file: Path, tmp_path: Path, capfd) -> None:
+    """From a run and from a plan; the terminal shows both panels."""
+    for source, names in ((run, ["predicted", "measured"]), (plan_file, ["flexcp", "static"])):
+        outs = [tmp_path / f"{source.stem}-page{suffix}" for suffix in (".html", ".svg", ".json")]
+        options = [word for out in outs for word in ("--out", str(out))]
+        assert main(["report", str(source), "--step", "1", *options]) == 0
+        shown = capfd.readouterr().out
+
+        assert all(f"\n{name}\n" in shown for name in names)
+        assert outs[0].read_text().startswith("<!doctype html>")
+        svg = outs[1].read_text()
+        assert svg.count('class="title"') == 2
+        assert all(f"{name}: " in svg for name in names)
+        events = json.loads(outs[2].read_text())["traceEvents"]
+        assert {event["args"]["step"] for event in events if event["ph"] == "X"} >= {1}
+
+
+def test_the_default_is_a_page_beside_the_input(run: Path, capfd) -> None:
+    """In the run folder."""
+    assert main(["report", str(run)]) == 0
+    assert (run / "report.html").stat().st_size > 10_000
+    assert f"wrote {run / 'report.html'}" in capfd.readouterr().out.replace("\n", "")
+
+
+def test_spans_of_tasks_say_what_reports_need(run: Path) -> None:
+    """Rows of all ranks of a group add up to its tokens."""
+    rows: dict[tuple[int, ...], int] = {}
+    tokens: dict[tuple[int, ...], int] = {}
+    for rank in range(8):
+        for span in read_spans(trace_path(run, 0, rank)):
+            if span.name == "task":
+                key = tuple(span.detail["samples"])
+                rows[key] = rows.get(key, 0) + span.detail["rows"]
+                tokens[key] = sum(span.detail["tokens"])
+
+    assert rows == tokens
+    assert sum(tokens.values()) == sum(map(sum, BATCHES))
