@@ -1,0 +1,131 @@
+"""Online correction: wrong calibrations are repaired, right ones stay, damage is refused."""
+
+import json
+import random
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexcp.core.cluster import Cluster
+from flexcp.core.errors import InputError
+from flexcp.core.model_shape import model_shape
+from flexcp.core.sample import samples_from_lengths
+from flexcp.cost import cost_model, hardware
+from flexcp.cost.correction import MOST, MOST_A_STEP, Correction
+from flexcp.cost.model import Link, Load
+from flexcp.planner import make_plan
+from flexcp.planner.placement import crosses_nodes
+
+LENGTHS = json.loads((Path(__file__).parents[1] / "data/python_source_lengths_qwen.json").read_text())
+TRUE = cost_model(model_shape("qwen3-8b"), hardware("h100"))
+CLUSTER = Cluster(16, 16384)
+NOISE = 0.05
+
+
+def scaled(cost, factor):
+    """All coefficients wrong by one factor."""
+    links = (Link(link.bytes_per_s / factor, link.latency_s * factor) for link in (cost.intra, cost.inter))
+    intra, inter = links
+    seconds = {name: getattr(cost, name) * factor for name in _SECONDS}
+    return replace(cost, **seconds, intra=intra, inter=inter)
+
+
+_SECONDS = ("pair_s", "token_s", "sample_s", "pack_s", "ring_step_s")
+
+
+def tasks_of(plan):
+    loads = [
+        sum((Load.of(s, plan.whole_below_tokens) for s in plan.pack(task)), Load()) for task in plan.tasks
+    ]
+    counts = np.array([load.counts for load in loads])
+    degree = np.array([task.degree for task in plan.tasks])
+    crosses = np.array([crosses_nodes(task.ranks, plan.cluster) for task in plan.tasks])
+    return counts, degree, crosses
+
+
+def train(wrong, steps=20, true=TRUE, noise=NOISE, batch=64):
+    """Plans with the corrected model, measures with the true one; errors and corrections by step."""
+    draw, jitter = random.Random(0), np.random.default_rng(0)
+    correction, errors, corrections = Correction(), [], []
+    for _ in range(steps):
+        samples = samples_from_lengths(draw.sample([n for n in LENGTHS if n <= 100_000], batch))
+        plan = make_plan(samples, CLUSTER, correction.apply(wrong))
+        counts, degree, crosses = tasks_of(plan)
+        real_s = true.seconds(counts.T.astype(float), degree, crosses)
+        said_s = np.array([task.duration_s for task in plan.tasks])
+        errors.append(float(np.mean(np.abs(said_s / real_s - 1))))
+        measured_s = real_s * jitter.lognormal(0, noise, len(real_s))
+        correction = correction.update(wrong, counts, degree, crosses, measured_s)
+        corrections.append(correction)
+    return errors, corrections
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        scaled(TRUE, 3.0),
+        scaled(TRUE, 0.2),
+        replace(TRUE, pair_s=0.3 * TRUE.pair_s),
+        replace(TRUE, token_s=2 * TRUE.token_s),
+    ],
+    ids=["all x3", "all x0.2", "attention x0.3", "linear x2"],
+)
+def test_a_wrong_calibration_is_repaired_within_20_steps(wrong):
+    errors, corrections = train(wrong)
+    assert errors[0] > 0.1
+    assert max(errors[-3:]) < 0.03
+    for before, after in pairwise(corrections):
+        ratios = np.array(after.factors) / np.array(before.factors)
+        assert ratios.max() <= MOST_A_STEP * (1 + 1e-9)
+        assert ratios.min() >= (1 - 1e-9) / MOST_A_STEP
+
+
+def test_a_right_calibration_stays_under_noise():
+    errors, corrections = train(TRUE, noise=0.2)
+    assert max(errors) < 0.08
+    assert max(errors[-5:]) < 0.03
+    assert all(0.8 < factor < 1.25 for factor in corrections[-1].factors[:2])
+
+
+def test_factors_stay_within_bounds():
+    _, corrections = train(scaled(TRUE, 1000.0), steps=30)
+    assert min(corrections[-1].factors) == pytest.approx(1 / MOST)
+
+
+def test_disturbed_tasks_and_unmeasured_ones_teach_nothing():
+    plan = make_plan(samples_from_lengths(LENGTHS[:64]), Cluster(16, 16384), TRUE)
+    counts, degree, crosses = tasks_of(plan)
+    real_s = TRUE.seconds(counts.T.astype(float), degree, crosses)
+    stalled = real_s.copy()
+    stalled[0], stalled[1], stalled[2] = 100 * real_s[0], np.nan, 0.0
+    factors = Correction().update(TRUE, counts, degree, crosses, stalled).factors
+    assert factors == pytest.approx((1.0,) * 4, abs=1e-6)
+    nothing = np.full(len(real_s), np.nan)
+    assert Correction().update(TRUE, counts, degree, crosses, nothing) == Correction()
+
+
+def test_terms_add_up_to_the_corrected_time():
+    correction = Correction(factors=(0.5, 2.0, 3.0, 4.0))
+    plan = make_plan(samples_from_lengths(LENGTHS[:64]), Cluster(16, 8192), TRUE)
+    counts, degree, crosses = tasks_of(plan)
+    from flexcp.cost.correction import _terms
+
+    for cost in (TRUE, TRUE.with_exchange("all-to-all")):
+        corrected = correction.apply(cost)
+        terms = _terms(cost, corrected, counts, degree, crosses)
+        whole_s = corrected.seconds(counts.T.astype(float), degree, crosses)
+        np.testing.assert_allclose(terms @ np.array(correction.factors), whole_s, rtol=1e-12)
+
+
+def test_json_keeps_it_and_damage_is_refused():
+    _, corrections = train(scaled(TRUE, 2.0), steps=2)
+    kept = json.loads(json.dumps(corrections[-1].to_json()))
+    assert Correction.from_json(kept) == corrections[-1]
+    with pytest.raises(InputError, match="schema 'x'"):
+        Correction.from_json({**kept, "schema": "x"})
+    for damage in ({"factors": [1.0]}, {"factors": [-1.0, 1, 1, 1]}, {"moment": [float("nan")] * 4}):
+        with pytest.raises(InputError, match="damaged"):
+            Correction.from_json({**kept, **damage})
