@@ -19,7 +19,6 @@ from flexcp.simulate import Conditions, Failure, reduction_s, simulate
 from flexcp.simulate.engine import Clock
 from flexcp.simulate.folder import SimulatedFolder
 from flexcp.simulate.pace import jitter
-from flexcp.simulate.reduction import reduction_end_s
 
 FREE = Link(float("inf"), 0.0)
 # A token is a second of a rank, and nothing else takes time.
@@ -137,6 +136,14 @@ def test_rings_share_the_links_of_a_node():
     assert step.time.compute_s == pytest.approx(2 * 1 + 2 * 2)
 
 
+def test_a_slow_rank_is_slow_on_shared_links_too():
+    """Both slow down: at half speed on half a link, 6 and 12 s."""
+    plan = step_of([(100, (0, 2), 0), (200, (1, 3), 0)], ranks=4, ranks_per_node=2)
+    _, spans = run([plan], Conditions(uplinks=1, speeds={2: 0.5, 3: 0.5}), RINGS)
+
+    assert ends_s(spans) == [6.0, 6.0, 10.0, 10.0]
+
+
 def test_rings_inside_a_node_share_nothing():
     """Only what leaves a node uses its links."""
     plan = step_of([(100, (0, 1), 0), (100, (2, 3), 0), (100, (3, 4), 1)], ranks=8, ranks_per_node=4)
@@ -175,15 +182,16 @@ def test_reduction_behind_the_last_backward():
     (after,), _ = run([plan], Conditions(reduce_s=2.0), cost)
     (during,), spans = run([plan], Conditions(reduce_s=2.0, reduce_overlap=True), cost)
 
+    (long,), _ = run([plan], Conditions(reduce_s=40.0, reduce_overlap=True), cost)
+
     assert (after.report.step_s, during.report.step_s) == (8.0, 6.5)
+    assert long.report.step_s == 3.0 + 40.0  # the backward begins at 2 s, and leaves its first layer at 3 s
     assert during.report.measured_s == 6.0
     assert [(s.rank, s.start_s, s.end_s) for s in spans if s.name == "reduce"] == [
         (0, 6.0, 6.5),
         (1, 1.0, 6.5),
         (2, 0.0, 6.5),
     ]
-    # A reduction longer than the backward is not hidden but for its start.
-    assert reduction_end_s(np.array([6.0]), np.array([4.0]), 40.0, 4, overlap=True) == 3.0 + 40.0
 
 
 def test_planning_and_reading_hide_behind_the_step_before():
@@ -255,8 +263,9 @@ def test_conditions_that_cannot_be(conditions, cause):
         run([step_of([(4, (0,), 0)], ranks=1)], Conditions(**conditions))
 
 
-def test_a_run_folder_reads_like_that_of_a_real_run(tmp_path):
+def test_a_run_folder_reads_like_that_of_a_real_run(tmp_path, monkeypatch):
     """run.json, metrics.jsonl, one trace a rank and the timeline, by the readers of measured runs."""
+    monkeypatch.setattr("flexcp.simulate.folder._BUFFERED_SPANS", 3)
     cluster = Cluster(4, 64, 2)
     plans = [make_plan(samples_from_lengths([200, 60, n, n, 7]), cluster, PLAIN) for n in (30, 40)]
     info = RunInfo("simulated", "tiny", "none", "flexcp", "free-running", cluster, 32, {})
