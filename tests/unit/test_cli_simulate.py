@@ -90,6 +90,17 @@ def test_the_table_and_the_folder(tmp_path, capfd):
     assert {span.name for span in spans} == {"task", "reduce"}
 
 
+def test_report_draws_a_simulated_run(tmp_path, capfd):
+    """Also where a rank is slow; a loss is not made up."""
+    assert main([*CALL, "--slow-rank", "2=0.5", "--out", str(tmp_path / "run")]) == 0
+    code = main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html")])
+
+    assert code == 0, capfd.readouterr().err
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "simulated" in page
+    assert ">loss<" not in page
+
+
 def test_a_failed_rank_is_an_error_and_leaves_its_steps(tmp_path, capfd):
     """Exit code 1, rank, time and step named; what was done is in the folder."""
     done_s = steps_s(told(capfd))

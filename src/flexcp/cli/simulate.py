@@ -252,7 +252,7 @@ class _Result:
         if self._steps:
             console.print(self._table())
         if out:
-            console.print(f"wrote {out}", markup=False, highlight=False)
+            console.print(f"wrote {out}; flexcp report {out} draws it", markup=False, highlight=False)
 
     def _table(self) -> Table:
         reports = [step.report for step in self._steps]

@@ -206,7 +206,7 @@ def _facts(info: RunInfo, reports: Sequence[StepReport]) -> tuple[tuple[str, str
         ),
         ("idle", f"{fmean(report.idle_share for report in reports):.1%}"),
         ("tokens/s", f"{sum(report.tokens for report in reports) / steps_s:,.0f}"),
-        ("loss", f"{reports[0].loss:.2f} → {reports[-1].loss:.2f}"),
+        *_losses(reports),
         ("steps", f"{reports[0].step} to {reports[-1].step}"),
         ("policy", info.policy),
         ("model", info.model),
@@ -216,6 +216,12 @@ def _facts(info: RunInfo, reports: Sequence[StepReport]) -> tuple[tuple[str, str
         ("mode", info.mode),
         ("planning, mean", f"{1e3 * fmean(report.plan_s for report in reports):.0f} ms"),
     )
+
+
+def _losses(reports: Sequence[StepReport]) -> tuple[tuple[str, str], ...]:
+    """First and last; nothing of a simulated run, which has none."""
+    first, last = reports[0].loss, reports[-1].loss
+    return () if first is None or last is None else (("loss", f"{first:.2f} → {last:.2f}"),)
 
 
 def _notices(
