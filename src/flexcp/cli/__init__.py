@@ -25,6 +25,7 @@ VERBS = {
     "profile": "Measure this machine, for plans that follow its real times.",
     "train": "Train a model as a TOML file says.",
     "report": "Show a run or a plan as one page that opens without network.",
+    "reproduce": "Compare the published tables with ours, row by row.",
 }
 
 

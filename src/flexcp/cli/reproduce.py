@@ -1,0 +1,106 @@
+"""`flexcp reproduce`: the published tables, row by row, beside what the cost model predicts. Runs nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from flexcp.core.errors import ConfigError, UnknownNameError
+from flexcp.simulate.experiments.result import Column, Result, Setup, Table, constants_table
+
+EXPERIMENTS = {
+    "main": "the main table: five models, five data sets, and the extreme batch",
+    "schedule": "what planning costs, against batch and ranks",
+    "scaling": "tokens per second from 8 to 64 devices",
+    "noise": "plans made with noisy coefficients",
+    "extreme": "one sample of 128k and many of 2-8k",
+}
+_WRITTEN = (".json", ".md")
+
+
+def reproduce(
+    experiment: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.")],
+    steps: Annotated[int, typer.Option(min=1, help="Global batches behind each number.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Which samples are drawn.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    out: Annotated[list[Path] | None, typer.Option(help="Also write .json or .md.")] = None,
+) -> None:
+    """Compare the published tables with ours, row by row; needs no accelerator and no torch.
+
+    Unknown constants are fitted on a few published rows, which are named and marked; the rest is predicted.
+    """
+    for path in out or ():
+        _refuse(path)
+    result = run(experiment, Setup(steps, seed), shown=not as_json)
+    for path in out or ():
+        text = result.as_markdown() if path.suffix == ".md" else json.dumps(result.as_json(), indent=1)
+        path.write_text(text + "\n", encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(result.as_json()))
+    else:
+        show(result, Console())
+
+
+def run(experiment: str, setup: Setup, *, shown: bool = False) -> Result:
+    """Run one experiment, with a progress bar on stderr if `shown`.
+
+    Raises:
+        UnknownNameError: no such experiment.
+    """
+    if experiment not in EXPERIMENTS:
+        raise UnknownNameError("experiment", experiment, EXPERIMENTS)
+    module = import_module(f"flexcp.simulate.experiments.{experiment}")
+    call = cast(Callable[[Setup], Result], module.run)
+    with Progress(console=Console(stderr=True), transient=True, disable=not shown) as bar:
+        task = bar.add_task(experiment)
+
+        def progress(label: str, done: int, of: int) -> None:
+            bar.update(task, description=label, completed=done, total=of)
+
+        return call(Setup(setup.steps, setup.seed, setup.published, progress))
+
+
+def _refuse(path: Path) -> None:
+    if path.suffix not in _WRITTEN:
+        raise ConfigError(f"--out {path} is neither .json nor .md", "Values are .json, tables are .md.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"the folder of --out {path} does not exist", "Make it, or name another one.")
+
+
+def show(result: Result, console: Console) -> None:
+    """Tables, constants and notes."""
+    for table in (*result.tables, constants_table(result.constants)):
+        console.print(Text(table.title.replace("`", ""), "bold"))
+        console.print(_rich(table))
+        console.print()
+    for note in result.notes:
+        console.print(Text("note: ", "yellow").append(note.replace("`", ""), "default"), highlight=False)
+    given = result.setup
+    console.print(
+        Text(f"(fit): a constant was fitted to meet it. Steps {given.steps}, seed {given.seed}.", "dim")
+    )
+
+
+def _rich(table: Table) -> RichTable:
+    drawn = RichTable(box=None, padding=(0, 1), header_style="dim")
+    for column in table.columns:
+        right = any(isinstance(row.get(column.key), int | float) for row in table.rows)
+        title = column.title.replace("`", "")
+        drawn.add_column(title, justify="right" if right else "left", overflow="fold")
+    for row in range(len(table.rows)):
+        drawn.add_row(*(_cell(table, row, column) for column in table.columns))
+    return drawn
+
+
+def _cell(table: Table, row: int, column: Column) -> Text:
+    text = table.cell(row, column).replace("`", "")
+    return Text(text, "dim" if (row, column.key) in table.fitted else "")

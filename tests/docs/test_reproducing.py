@@ -1,0 +1,52 @@
+"""docs/reproducing.md shows what `flexcp reproduce` prints (`make tables`)."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from flexcp.cli.reproduce import EXPERIMENTS, run
+from flexcp.simulate.experiments.published import PUBLISHED
+from flexcp.simulate.experiments.result import Setup
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "reproducing.md").read_text(encoding="utf-8")
+
+
+def make_tables():
+    spec = importlib.util.spec_from_file_location("make_tables", ROOT / "docs" / "make_tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def without_wall_times(page: str) -> str:
+    """Measured milliseconds, the last two cells of the planning table, differ from run to run."""
+    head, rest = page.split("**Milliseconds of planning a step**")
+    return head + re.sub(r"\| [\d.]+ \| [\d.]+ \|$", "| ms | ms |", rest, flags=re.M)
+
+
+def test_every_block_is_there_once():
+    names = [*EXPERIMENTS, "constants", "lengths"]
+
+    assert sorted(re.findall(r"<!-- (\w+) -->\n", PAGE)) == sorted(names)
+    assert make_tables().filled(PAGE, dict.fromkeys(names, "x")).count("\nx\n") == len(names)
+
+
+def test_published_numbers_are_on_the_page():
+    """Every row of the main table stands there with its published seconds and ratio."""
+    for row in PUBLISHED.main:
+        assert re.search(rf"\| {row.model} \| {row.data} \|[^\n]* {row.fcp_s:.2f} \|", PAGE)
+        baseline = rf"{row.baseline} \| {row.baseline_s:.2f} \|[^\n]* {row.ratio:.2f} \|"
+        assert re.search(rf"\| {row.model} \| {row.data} \| {baseline}", PAGE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_page_is_what_the_command_prints():
+    """Every table, but for wall times."""
+    tables = make_tables()
+    printed = tables.blocks({name: run(name, Setup()) for name in EXPERIMENTS})
+
+    assert without_wall_times(tables.filled(PAGE, printed)) == without_wall_times(PAGE)
