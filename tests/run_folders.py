@@ -15,7 +15,13 @@ from flexcp.core.trace import Span, TraceWriter, task_detail
 from flexcp.cost.model import CostModel, Link
 from flexcp.planner import make_plan
 
-COST = CostModel(2e-8, 1e-5, 1e-5, 1e-3, 1e-4, 4096.0, 4, Link(1e10, 1e-5), Link(1e9, 2e-5))
+# Long, middling and short: rings of many degrees beside whole samples.
+BATCHES = [
+    [9000, 3100, 2600, 2000, 1500, 1400, *[300] * 6, 700, 40],
+    [5000, 4000, 2500, 1900, *[100] * 8, 900, 10],
+    [12000, 2100, 2050, 60, 60, 60, 80, *[500] * 9],
+]
+COST = CostModel(2e-8, 1e-5, 1e-4, 1e-3, 8e-3, 4096.0, 4, Link(1e10, 1e-5), Link(1e9, 2e-5))
 
 
 def write_run(

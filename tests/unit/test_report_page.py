@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from tests.run_folders import write_run
+from tests.run_folders import BATCHES, write_run
 
 from flexcp.cli import main
 from flexcp.core.cluster import Cluster
@@ -22,7 +22,7 @@ from flexcp.report.page.html import page
 from flexcp.report.page.subject import plans_of
 
 LENGTHS = Path(__file__).parents[1] / "data" / "python_source_lengths_qwen.json"
-BATCHES = [[9000, 300, 300, 2000, 700, 40], [5000, 4000, 100, 100, 900, 10], [12000, 60, 60, 60, 80, 90]]
+SAMPLES = sum(map(len, BATCHES))
 HOSTILE = '<script>alert("x")</script>'
 VOID = {"meta", "link"}
 
@@ -81,7 +81,7 @@ def test_a_run_is_read_back_as_it_was_written(run: Path) -> None:
     plans = write_run(run, BATCHES, Cluster(8, 2048, 4), slower=1.2)
     subject = subject_of_run(run)
 
-    assert sum(subject.lengths.samples) == pytest.approx(18)
+    assert sum(subject.lengths.samples) == pytest.approx(SAMPLES)
     assert sum(subject.lengths.tokens) == pytest.approx(sum(map(sum, BATCHES)))
     tasks = sum(len(plan.tasks) for plan in plans)
     assert sum(share.tasks for share in subject.degrees) == tasks == len(subject.pairs)
@@ -253,7 +253,7 @@ def test_a_resumed_run_shows_the_latest_attempt(run: Path) -> None:
 
     times = [timeline.panels[1].end_s / timeline.panels[0].end_s for timeline in subject.timelines]
     assert times == pytest.approx([1.2, 1.2, 3.0])
-    assert sum(subject.lengths.samples) == pytest.approx(18)
+    assert sum(subject.lengths.samples) == pytest.approx(SAMPLES)
 
 
 def break_run(run: Path, how: str) -> None:
