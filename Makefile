@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install lint test test-all golden readme tables demo demo-short bench clean
+.PHONY: help install lint test test-all golden readme tables screenshot demo demo-short bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -38,6 +38,9 @@ readme: $(STAMP) ## bring the README's picture, output and file tree up to date
 
 tables: $(STAMP) ## bring the tables of docs/reproducing.md up to date (a few minutes)
 	$(BIN)/python docs/make_tables.py
+
+screenshot: $(STAMP) ## the picture of a report in docs (needs chromium)
+	$(BIN)/python docs/make_screenshot.py
 
 demo: $(STAMP) ## train a small model on 4 CPU ranks, on the Python sources of this interpreter
 	rm -rf runs/demo

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flexcp.report.tables import rank_runs
 from tests.run_folders import BATCHES, write_run
 
 from flexcp.cli import main
@@ -27,6 +26,7 @@ from flexcp.report.page.from_plan import subject_of_plan
 from flexcp.report.page.from_run import subject_of_run
 from flexcp.report.page.html import page
 from flexcp.report.page.subject import Subject
+from flexcp.report.tables import rank_runs
 
 LENGTHS = Path(__file__).parents[1] / "data" / "python_source_lengths_qwen.json"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")

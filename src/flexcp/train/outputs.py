@@ -151,7 +151,8 @@ class Outputs:
         self._console.print(
             f"run folder {self._folder}\n"
             f"  tensorboard --logdir {self._folder / 'tensorboard'}\n"
-            f"  timeline.json opens in ui.perfetto.dev",
+            f"  timeline.json opens in ui.perfetto.dev\n"
+            f"  flexcp report {self._folder} makes one page of it",
             markup=False,
             highlight=False,
         )

@@ -197,8 +197,8 @@ def _bar_labels(labels: Sequence[str]) -> list[tuple[float, str]]:
 
 
 def dots(pairs: Sequence[tuple[float, float, str]], names: tuple[str, str]) -> Markup:
-    """Predicted against measured, both logarithmic, on the same range, with the diagonal."""
-    values = [value for pair in pairs for value in pair[:2] if value > 0]
+    """Predicted against measured, both positive and logarithmic, on the same range, with the diagonal."""
+    values = [value for pair in pairs for value in pair[:2]]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     high = max(high, low + 1)
     ticks = tuple((float(power), _power(power)) for power in range(low, high + 1))
@@ -222,7 +222,6 @@ def dots(pairs: Sequence[tuple[float, float, str]], names: tuple[str, str]) -> M
             aria_label=tip,
         )
         for a, b, tip in pairs
-        if a > 0 and b > 0
     ]
     labels = [((power - low) / (high - low), _power(power)) for power in range(low, high + 1)]
     return frame(scale, [diagonal, *marks], labels, f"{names[0]}, s")

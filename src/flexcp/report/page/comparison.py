@@ -11,11 +11,12 @@ from flexcp.core.run_folder import RunInfo
 from flexcp.core.sample import Sample
 from flexcp.cost.model import CostModel, Link
 from flexcp.planner import POLICIES, make_plan
+from flexcp.report.page.limits import MOST_RANK_FILES
 from flexcp.report.page.spans import Traces
 from flexcp.report.page.subject import PolicyRow, Timeline
 
 _SLOW = ("flexsp",)  # solves integer programmes for seconds a step
-_MOST_RANKS, _MOST_SAMPLES = 1024, 20_000
+_MOST_RANKS, _MOST_SAMPLES = MOST_RANK_FILES, 20_000
 
 
 def compare_policies(
@@ -24,9 +25,10 @@ def compare_policies(
     """A row for each policy over the steps of the timelines, the run's own last; or why there is none."""
     batches = [_samples(timeline) for timeline in timelines]
     size = sum(map(len, batches))
-    if not traces.whole or info.cluster.ranks > _MOST_RANKS or size > _MOST_SAMPLES or not batches:
-        reason = "the run is too large" if traces.whole and batches else "the traces are not complete"
-        return (), (f"Policies are not compared: {reason}. flexcp plan compares them.",)
+    if info.cluster.ranks > _MOST_RANKS or size > _MOST_SAMPLES:
+        return (), ("Policies are not compared: the run is too large. flexcp plan compares them.",)
+    if not traces.whole or not batches:
+        return (), ("Policies are not compared: the traces are not complete.",)
     cost = _cost(info)
     names = [name for name in reversed(POLICIES) if name not in (*_SLOW, info.policy)]
     rows = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -51,7 +52,7 @@ def subject_of_run(folder: Path, step: int | None = None) -> Subject:
         _timeline(info, traces, step, bounds[step]) for step in chosen if traces.steps[step].tasks
     )
     policies, why_not = compare_policies(info, traces, timelines)
-    verdict, advice, good = _verdict(info, reports)
+    verdict, advice, good = _verdict(info, reports, _last_rank(timelines))
     rows = shown_ranks(info.cluster.ranks)
     notices = [*traces.notices, *_notices(folder, info, reports, rows, read, chosen), *why_not]
     return Subject(
@@ -129,7 +130,9 @@ def _pairs(timelines: Sequence[Timeline]) -> tuple[tuple[float, float, str], ...
         predicted, measured = timeline.panels
         for before, after in zip(predicted.boxes, measured.boxes, strict=True):
             word = f"step {timeline.step}, {sum(before.tokens):,} tokens on {before.degree}"
-            pairs.append((before.end_s - before.start_s, after.end_s - after.start_s, word))
+            predicted_s, seen_s = before.end_s - before.start_s, after.end_s - after.start_s
+            if predicted_s > 0 and seen_s > 0:
+                pairs.append((predicted_s, seen_s, word))
     return tuple(pairs[index] for index in spread(len(pairs), MOST_DOTS))
 
 
@@ -163,7 +166,21 @@ def prediction_error(reports: Sequence[StepReport]) -> float:
     return fmean(abs(report.measured_s / report.predicted_s - 1.0) for report in warm)
 
 
-def _verdict(info: RunInfo, reports: Sequence[StepReport]) -> tuple[str, tuple[str, ...], bool]:
+def _last_rank(timelines: Sequence[Timeline]) -> str:
+    """The rank that all others wait for, if it is one and the same in most timelines."""
+    last = []
+    for timeline in timelines:
+        ends = {rank: end for box in timeline.panels[1].boxes for rank, (_, end) in box.by_rank.items()}
+        last.append(max(ends, key=lambda rank: ends[rank], default=-1))
+    rank, times = Counter(last).most_common(1)[0] if last else (-1, 0)
+    if rank < 0 or times < 3 or 2 * times <= len(last):
+        return ""
+    return f"Rank {rank} ends last in {times} of {len(last)} timelines: is it slower than the others?"
+
+
+def _verdict(
+    info: RunInfo, reports: Sequence[StepReport], last_rank: str
+) -> tuple[str, tuple[str, ...], bool]:
     """What a colleague should hear first, what to do about it, and whether that is nothing."""
     warm = reports[1:] or reports
     ratio = sum(r.measured_s for r in warm) / sum(r.predicted_s for r in warm)
@@ -181,13 +198,14 @@ def _verdict(info: RunInfo, reports: Sequence[StepReport]) -> tuple[str, tuple[s
         f"{waited:.1%} is spent waiting for plans and data."
     )
     advice: list[str] = []
-    if error > _TRUSTED:
+    if error > _TRUSTED and info.origin == "measured":
         advice.append(
             "Predictions are too far off to plan by. Measure this machine with flexcp profile "
             '--out machine.json, then set parallel.hardware = "machine.json".'
         )
     if idle > 0.10:
-        advice.append("Ranks wait a lot. The timeline shows for whom: look for the boxes that end last.")
+        who = last_rank or "The timeline shows for whom: look for the boxes that end last."
+        advice.append(f"Ranks wait a lot. {who}")
     if waited > 0.02:
         advice.append(
             "Steps wait for planning or data. Put data on a faster disk, or free a core for rank 0."

@@ -36,8 +36,9 @@ def draw(timeline: Timeline, ranks: Sequence[int], ranks_per_node: int) -> Gantt
     """
     rows, notice = _affordable(timeline, ranks)
     row = min(22.0, max(5.0, 400.0 / len(rows)))
-    end_s = max(panel.end_s for panel in timeline.panels)
-    end_s = max([end_s, *(mark.end_s for panel in timeline.panels for mark in panel.marks)])
+    ends_s = [panel.end_s for panel in timeline.panels]
+    ends_s += [mark.end_s for panel in timeline.panels for mark in panel.marks]
+    end_s = max(ends_s) or 1.0  # a clock too coarse for anything
     scale = seconds(end_s)
     height = row * len(rows)
     parts: list[Markup] = []
@@ -135,8 +136,8 @@ def _mark(mark: Mark, place: dict[int, int], row: float, top: float, end_s: floa
         class_="mark",
         x=percent(start_s / end_s),
         width=percent(max(0.0, mark.end_s - start_s) / end_s),
-        y=top + place[mark.rank] * row + row * 0.25,
-        height=row * 0.5,
+        y=top + place[mark.rank] * row + row * 0.4,
+        height=row * 0.2,
     )
 
 
@@ -193,6 +194,6 @@ def legend(degrees: Sequence[int], marks: bool) -> Markup:
     ]
     keys.append(element("span", element("i", class_="swatch idle"), "idle", class_="key"))
     if marks:
-        words = "reduction, optimizer"
-        keys.append(element("span", element("i", class_="swatch mark"), words, class_="key"))
+        words = "reduction with its wait, optimizer"
+        keys.append(element("span", element("i", class_="swatch mark thin"), words, class_="key"))
     return element("p", "ranks that share a pack: ", keys, class_="legend")

@@ -136,7 +136,8 @@ def _steps(subject: Subject) -> Section:
     look = "Seconds a step. Look for " + (
         "the distance of each policy from the bound, which no plan can beat."
         if subject.origin == "planned"
-        else "predicted and measured running side by side; the whole step adds data, reduction and optimizer."
+        else f"predicted and {subject.origin} running side by side; the whole step adds data, reduction "
+        "and optimizer."
     )
     return Section(
         "steps",
