@@ -48,6 +48,7 @@ def cost_models(draw):
         return 10.0 ** draw(st.integers(low, high))
 
     intra = Link(scale(3, 7), draw(st.sampled_from([0.0, 1e-4, 1e-2])))
+    heads, kv_heads = draw(st.sampled_from([(0, 0), (4, 2), (16, 16), (32, 4), (6, 3)]))
     inter = Link(intra.bytes_per_s / draw(st.sampled_from([1, 4, 10])), intra.latency_s * 2)
     return CostModel(
         pair_s=scale(-6, -3),
@@ -60,6 +61,9 @@ def cost_models(draw):
         intra=intra,
         inter=inter,
         passes=draw(st.sampled_from([2, 3])),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_bytes_per_token=scale(0, 2),
     )
 
 

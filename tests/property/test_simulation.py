@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from tests.strategies import problems
 
 from flexcp.planner import MODES, make_plan
-from flexcp.planner.make import priced
 from flexcp.simulate import Conditions, simulate
 from flexcp.simulate.costs import StepCosts
 from flexcp.simulate.tasks import run_tasks
@@ -26,7 +25,7 @@ def plans(draw, policies=("flexcp", "paper", "static")):
         cluster = replace(cluster, speeds=tuple(draw(speeds)))
     policy = draw(st.sampled_from(policies))
     mode = draw(st.sampled_from(MODES))
-    return make_plan(batch, cluster, cost, policy=policy, mode=mode), priced(cost, policy)
+    return make_plan(batch, cluster, cost, policy=policy, mode=mode), cost
 
 
 @st.composite

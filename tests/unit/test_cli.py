@@ -171,18 +171,18 @@ def test_json_has_the_documented_shape(capfd):
     body = report(capfd, *PLAN, str(LENGTHS), "--ranks", "64", "--steps", "2")
 
     assert list(body) == ["schema", "inputs", "coefficients", "verdict", "baseline", "policies"]
-    assert body["schema"] == "flexcp.plan-report/1"
+    assert body["schema"] == "flexcp.plan-report/2"
     assert body["inputs"]["samples"] == 2500
     assert body["inputs"]["steps"] == 2
     assert set(POLICIES) == set(body["policies"])
     assert list(body["policies"])[-1] == "flexcp"
     for policy in body["policies"].values():
         if "refusal" in policy:
-            assert set(policy) == {"refusal", "exchange"}
+            assert set(policy) == {"refusal"}
             continue
         assert set(policy) == {
             *("step_s", "bound_s", "gap", "speed", "plan_ms", "waves", "degrees", "idle_share", "steps"),
-            *("communication_share", "exchange"),
+            "communication_share",
         }
         assert policy["gap"] == pytest.approx(policy["step_s"] / policy["bound_s"])
         assert policy["gap"] >= 1
@@ -214,7 +214,9 @@ def test_out_writes_every_task(lengths, tmp_path, capfd):
         tasks = policy["steps"][0]["tasks"]
         placed = {i: t for task in tasks for i, t in zip(task["samples"], task["tokens"], strict=True)}
         assert dict(enumerate(values)) == placed
-        assert {"samples", "tokens", "pairs", "ranks", "wave", "start_s", "end_s"} == set(tasks[0])
+        assert {"samples", "tokens", "pairs", "ranks", "wave", "start_s", "end_s", "exchange"} == set(
+            tasks[0]
+        )
         assert policy["step_s"] == max(task["end_s"] for task in tasks)
 
 
@@ -267,7 +269,7 @@ def test_a_layout_that_cannot_serve_says_why(lengths, capfd):
     assert "cannot serve" in flat(capfd.readouterr().out)
 
 
-def by_hand_s(task: dict, body: dict, exchange: str) -> float:
+def by_hand_s(task: dict, body: dict) -> float:
     """The formula of docs/plan_report.md, from the JSON alone."""
     c, given = body["coefficients"], body["inputs"]
     d, tokens = len(task["ranks"]), sum(task["tokens"])
@@ -275,20 +277,23 @@ def by_hand_s(task: dict, body: dict, exchange: str) -> float:
     cut = [length for length in task["tokens"] if length >= given["whole_below_tokens"]]
     nodes = {rank // given["ranks_per_node"] for rank in task["ranks"]}
     link = c["inter"] if len(nodes) > 1 else c["intra"]
-    if exchange == "all-to-all":
-        sent = c["head_bytes_per_token"] * (2 * c["heads"] + 2 * max(c["kv_heads"], d)) * tokens / d
-        communication = sent * (d - 1) / d / link["bytes_per_s"]
-        communication += (d > 1) * c["layers"] * c["passes"] * 4 * link["latency_s"]
-        work = (c["pair_s"] * task["pairs"] + c["token_s"] * tokens) / d
-        return work + communication + c["sample_s"] * len(task["tokens"]) + c["pack_s"]
     longest = max(whole, default=0)
     steps = (d - 1) * bool(cut)
     attention = c["pair_s"] * max(task["pairs"] / d, longest * (longest + 1) / 2)
     linear = c["token_s"] * max(tokens / d, longest)
     handling = c["sample_s"] * (max(len(whole) / d, bool(whole)) + len(cut))
+    latency = c["layers"] * c["passes"] * link["latency_s"]
     message = c["kv_bytes_per_token"] * sum(cut) / d / link["bytes_per_s"]
-    communication = steps * (message + c["layers"] * c["passes"] * link["latency_s"])
-    return max(attention, communication) + linear + handling + c["pack_s"] + steps * c["ring_step_s"]
+    if task["exchange"] == "ring":
+        exposed = max(attention, steps * (message + latency)) + steps * c["ring_step_s"]
+    elif task["exchange"] == "gather":
+        own = attention / d
+        exposed = attention - own + max(own, steps * message + bool(steps) * latency)
+        exposed += bool(steps) * c["ring_step_s"]
+    else:
+        sent = c["head_bytes_per_token"] * (2 * c["heads"] + 2 * max(c["kv_heads"], d)) * sum(cut) / d
+        exposed = attention + sent * steps / d / link["bytes_per_s"] + bool(steps) * 2 * latency
+    return exposed + linear + handling + c["pack_s"]
 
 
 @pytest.mark.parametrize("mode", ["free-running", "lockstep"])
@@ -304,7 +309,7 @@ def test_every_time_can_be_computed_by_hand(tmp_path, capfd, mode):
     for policy in served.values():
         tasks = policy["steps"][0]["tasks"]
         for task in tasks:
-            assert task["end_s"] - task["start_s"] == pytest.approx(by_hand_s(task, body, policy["exchange"]))
+            assert task["end_s"] - task["start_s"] == pytest.approx(by_hand_s(task, body))
         free_s = dict.fromkeys(range(20), 0.0)
         for task in tasks:
             if mode == "free-running":

@@ -14,12 +14,12 @@ from tests.strategies import problems
 
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import InfeasibleError, UnsupportedError
+from flexcp.core.layout import heads_divide
 from flexcp.core.model_shape import ModelShape, model_shape
 from flexcp.core.sample import samples_from_lengths
 from flexcp.cost import cost_model, hardware
-from flexcp.cost.model import Load
+from flexcp.cost.model import Link, Load
 from flexcp.planner import MODES, check, make_plan
-from flexcp.planner.make import priced
 from flexcp.planner.policies.megatron_dynamic import _next_wave, _power_of_two
 from flexcp.planner.policies.ulysses import allowed_degrees
 
@@ -46,18 +46,25 @@ def test_real_lengths_are_planned_legally_and_alike_twice(policy, mode):
     samples, cluster = samples_from_lengths(lengths(60)), Cluster(16, 8192)
     plan = make_plan(samples, cluster, COST, policy=policy, mode=mode)
 
-    assert check(plan, priced(COST, policy)) == ()
+    assert check(plan, COST) == ()
     assert plan == make_plan(samples, cluster, COST, policy=policy, mode=mode)
 
 
 @SHORT
 @given(problems(max_samples=14, max_ranks=16), st.sampled_from(MODES), st.sampled_from(RIVALS[1:]))
 def test_any_problem_is_planned_legally_or_refused_with_its_degree(problem, mode, policy):
-    """Powers of two only, and a refusal exactly where the next power of two exceeds the ranks."""
+    """Powers of two only, and a refusal exactly where the next one exceeds the ranks, or the heads."""
     samples, cluster, cost = problem
     needed = max(cluster.min_degree(sample.tokens) for sample in samples)
-    if _power_of_two(needed) > cluster.ranks:
-        with pytest.raises(InfeasibleError, match=f"needs degree {_power_of_two(needed)}, the next power"):
+    degree, refusal = _power_of_two(needed), ""
+    if degree > cluster.ranks:
+        refusal = f"needs degree {degree}, the next power"
+    elif policy == "flexsp" and not heads_divide(cost.heads, cost.kv_heads, degree):
+        refusal = f"needs degree {degree}, heads allow"
+    if policy == "flexsp" and not cost.heads:
+        refusal = "no head counts"
+    if refusal:
+        with pytest.raises((InfeasibleError, UnsupportedError), match=refusal):
             make_plan(samples, cluster, cost, policy=policy, mode=mode)
         return
     plan = make_plan(samples, cluster, cost, policy=policy, mode=mode)
@@ -98,11 +105,41 @@ def test_ulysses_degrees_divide_query_heads_and_fit_key_value_heads():
             assert all(heads % d == 0 and (kv_heads % d == 0 or d % kv_heads == 0) for d in degrees)
 
 
-def test_ulysses_needs_to_know_the_heads():
+@pytest.mark.parametrize("policy", ["ulysses", "flexsp"])
+def test_who_exchanges_heads_needs_to_know_them(policy):
     """A cost model from bare coefficients has no heads, and says so."""
     bare = replace(COST, heads=0)
     with pytest.raises(UnsupportedError, match="no head counts"):
-        make_plan(samples_from_lengths([500]), Cluster(8, 8192), bare, policy="ulysses")
+        make_plan(samples_from_lengths([500]), Cluster(8, 8192), bare, policy=policy)
+
+
+@pytest.mark.parametrize("policy", ["ulysses", "flexsp"])
+def test_plans_say_that_they_exchange_heads(policy):
+    """So the engine does, and so the check times them; a degree that heads forbid is a violation."""
+    plan = make_plan(samples_from_lengths([30_000, 16_000, 500]), Cluster(8, 8192), COST, policy=policy)
+
+    assert plan.exchanges == {"all-to-all": sum(task.degree > 1 for task in plan.tasks)}
+    assert check(plan, COST) == ()
+    no_heads = check(plan, replace(COST, heads=27, kv_heads=27))
+    assert any("exchanges 27 query and 27 key/value heads among" in violation for violation in no_heads)
+
+
+def test_a_group_takes_the_fastest_exchange_that_it_may():
+    """Waiting costs: a ring waits d - 1 times, a gather once, an all-to-all twice, where heads allow it."""
+    slow = Link(1e12, 1.0)
+    cost = replace(COST, intra=slow, inter=slow, heads=32, kv_heads=4)
+    batch = samples_from_lengths([20_000])  # 5 ranks of 4096; 20000 x 4 keys <= 4096 x 32 queries
+
+    def exchange(cost):
+        plan = make_plan(batch, Cluster(5, 4096), cost)
+        assert check(plan, cost) == ()
+        return plan.tasks[0].exchange
+
+    assert exchange(cost) == "gather"
+    assert exchange(replace(cost, heads=16)) == "ring"  # keys would take more room than queries
+    assert exchange(replace(cost, heads=10, kv_heads=10, head_bytes_per_token=0.0)) == "all-to-all"
+    hidden = replace(cost, intra=Link(1e12, 0.0), inter=Link(1e12, 0.0), ring_step_s=0.0)
+    assert exchange(hidden) == "ring"
 
 
 def test_all_to_all_is_not_hidden_and_repeats_key_value_heads():
@@ -111,14 +148,14 @@ def test_all_to_all_is_not_hidden_and_repeats_key_value_heads():
     cost = COST.with_exchange("all-to-all")
     bare_s = (COST.pair_s * load.pairs + COST.token_s * load.tokens) / 8 + COST.sample_s + COST.pack_s
     sent = 36 * 3 * 128 * 2 * (2 * 32 + 2 * 8) * 1000 * 7 / 8
-    waits_s = 36 * 3 * 4 * COST.intra.latency_s
+    waits_s = 36 * 3 * 2 * COST.intra.latency_s
 
     assert cost.task_s(load, 8) == pytest.approx(bare_s + sent / COST.intra.bytes_per_s + waits_s)
     assert cost.task_s(load, 1) == pytest.approx(COST.task_s(load, 1))
     wide = cost.task_s(load, 16, crosses_nodes=True)
     sent = 36 * 3 * 128 * 2 * (2 * 32 + 2 * 16) * 500 * 15 / 16
     bare_s = (COST.pair_s * load.pairs + COST.token_s * load.tokens) / 16 + COST.sample_s + COST.pack_s
-    waits_s = 36 * 3 * 4 * COST.inter.latency_s
+    waits_s = 36 * 3 * 2 * COST.inter.latency_s
     assert wide == pytest.approx(bare_s + sent / COST.inter.bytes_per_s + waits_s)
 
 

@@ -318,7 +318,7 @@ def test_damaged_runs_are_named(run: Path, capfd, how: str, cause: str, remedy: 
     [
         (lambda text: text[:2000], "plan.json is not whole JSON"),
         (
-            lambda text: text.replace("flexcp.plan-report/1", "flexcp.plan/1"),
+            lambda text: text.replace("flexcp.plan-report/2", "flexcp.plan/1"),
             "has the schema 'flexcp.plan/1'",
         ),
         (lambda text: "[1, 2]", "has no schema"),

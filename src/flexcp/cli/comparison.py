@@ -20,7 +20,6 @@ from flexcp.core.plan import Mode, Plan
 from flexcp.core.sample import Sample
 from flexcp.cost import CostModel
 from flexcp.planner import POLICIES, Planner, lower_bound_s
-from flexcp.planner.make import priced
 from flexcp.planner.policies import static
 from flexcp.planner.problem import Problem
 from flexcp.planner.timeline import schedule
@@ -64,8 +63,7 @@ def run_policy(name: str, policy: Policy, batches: Sequence[Sequence[Sample]], s
             spent_s += time.perf_counter() - started
     except (InfeasibleError, UnsupportedError) as error:
         return Outcome(name, refusal=error.cause)
-    cost = priced(setting.cost, name)
-    share = sum(communication_share(plan, cost) for plan in plans) / len(plans)
+    share = sum(communication_share(plan, setting.cost) for plan in plans) / len(plans)
     return Outcome(name, tuple(plans), 1000 * spent_s / len(plans), share)
 
 

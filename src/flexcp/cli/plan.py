@@ -33,7 +33,6 @@ from flexcp.cli.request import (
 )
 from flexcp.core.errors import ConfigError, UnknownNameError
 from flexcp.planner import POLICIES
-from flexcp.planner.make import priced
 from flexcp.report.explain import explain as explain_plan
 from flexcp.report.tables import Outcome, choice_table, format_degrees, policy_table
 from flexcp.report.timeline import plan_svg, plan_timeline
@@ -159,7 +158,7 @@ class _Report:
         first = self._subject.plans[0]
         console.print()
         if explain:
-            choices = explain_plan(first, priced(self.request.setting.cost, self._subject.policy))
+            choices = explain_plan(first, self.request.setting.cost)
             console.print(choice_table(choices), highlight=False)
             console.print()
         width = min(console.width, 110)

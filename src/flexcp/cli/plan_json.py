@@ -8,10 +8,9 @@ from typing import Any
 
 from flexcp.core.plan import Plan
 from flexcp.cost import CostModel
-from flexcp.planner.make import priced
 from flexcp.report.tables import Outcome
 
-REPORT_SCHEMA = "flexcp.plan-report/1"
+REPORT_SCHEMA = "flexcp.plan-report/2"
 
 
 def report_json(
@@ -25,12 +24,8 @@ def report_json(
 ) -> dict[str, Any]:
     """The object that `--json` prints and, with the tasks, `--out` writes."""
     coefficients = asdict(cost)
-    del coefficients["exchange"]  # each policy says its own
-    policies = {
-        outcome.policy: _outcome_json(outcome, baseline, with_tasks)
-        | {"exchange": priced(cost, outcome.policy).exchange}
-        for outcome in outcomes
-    }
+    del coefficients["exchange"]  # each task says its own
+    policies = {outcome.policy: _outcome_json(outcome, baseline, with_tasks) for outcome in outcomes}
     return {
         "schema": REPORT_SCHEMA,
         "inputs": inputs,
@@ -65,6 +60,7 @@ def _plan_json(plan: Plan, with_tasks: bool) -> dict[str, Any]:
         "gap": plan.gap,
         "waves": plan.num_waves,
         "degrees": plan.degrees,
+        "exchanges": plan.exchanges,
         "digest": plan.digest,
     }
     if with_tasks:

@@ -36,7 +36,6 @@ from flexcp.core.errors import ConfigError, RankFailedError, UnknownNameError
 from flexcp.core.run_folder import RunInfo
 from flexcp.cost import CostModel
 from flexcp.planner import POLICIES, Planner
-from flexcp.planner.make import priced
 from flexcp.report.tables import format_seconds
 from flexcp.simulate import Conditions, Failure, RankTime, SimulatedStep, reduction_s
 from flexcp.simulate import simulate as run
@@ -203,7 +202,7 @@ class _Result:
 
     @property
     def _cost(self) -> CostModel:
-        return priced(self._request.setting.cost, self._policy)
+        return self._request.setting.cost
 
     def run(self, out: Path | None, *, shown: bool) -> RankFailedError | None:
         """Simulate; returns the failure that ended the run, if one did."""

@@ -35,6 +35,17 @@ def default_whole_below_tokens(tokens_per_rank: int) -> int:
     return min(_WHOLE_BELOW_TOKENS, tokens_per_rank // 2)
 
 
+def heads_divide(heads: int, kv_heads: int, degree: int) -> bool:
+    """Whether heads can be dealt out to `degree` ranks: each gets as many query heads, with their keys.
+
+    Key/value heads are dealt out too, or each goes to several ranks that hold the query heads of its group.
+
+    >>> [degree for degree in range(1, 65) if heads_divide(32, 8, degree)]
+    [1, 2, 4, 8, 16, 32]
+    """
+    return heads > 0 and heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Rows [start, stop) of the sample at `index` in the pack."""

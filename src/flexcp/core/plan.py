@@ -11,16 +11,18 @@ import json
 from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import InputError, PlanError
 from flexcp.core.layout import Layout, make_layout
 from flexcp.core.sample import Sample
 
-PLAN_SCHEMA = "flexcp.plan/1"
+PLAN_SCHEMA = "flexcp.plan/2"
 
 Mode = Literal["lockstep", "free-running"]
+ExchangeKind = Literal["ring", "gather", "all-to-all"]
+EXCHANGE_KINDS: tuple[ExchangeKind, ...] = get_args(ExchangeKind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class Task:
         wave: tasks of one wave run at the same time on disjoint groups; waves ascend along every rank. In
             lockstep a wave begins when the one before has ended on all ranks.
         start_s, end_s: predicted, in seconds from the start of the step.
+        exchange: how the ranks meet in attention: keys and values go round (`ring`), all of them come at
+            once (`gather`), or rows are swapped for heads (`all-to-all`). One rank meets nobody.
     """
 
     samples: tuple[int, ...]
@@ -40,6 +44,7 @@ class Task:
     wave: int
     start_s: float
     end_s: float
+    exchange: ExchangeKind = "ring"
 
     @property
     def degree(self) -> int:
@@ -64,7 +69,8 @@ class Plan:
         whole_below_tokens: samples shorter than this are never cut (see `core.layout`).
         samples: the global batch, in the order of the data.
         tasks: in an order that every rank follows; sorted by wave.
-        bound_s: seconds that no plan can beat under the same cost model.
+        bound_s: seconds that no plan can beat under the same cost model if all groups use the exchange that
+            the policy searches with (`flexcp`: rings); where this plan does, what none can beat by any.
     """
 
     policy: str
@@ -102,6 +108,11 @@ class Plan:
     def degrees(self) -> dict[int, int]:
         """Number of tasks per degree, ascending."""
         return dict(sorted(Counter(task.degree for task in self.tasks).items()))
+
+    @cached_property
+    def exchanges(self) -> dict[ExchangeKind, int]:
+        """Number of tasks on several ranks per exchange."""
+        return dict(sorted(Counter(task.exchange for task in self.tasks if task.degree > 1).items()))
 
     @property
     def idle_share(self) -> float:
@@ -146,7 +157,7 @@ class Plan:
             "whole_below_tokens": self.whole_below_tokens,
             "bound_s": self.bound_s,
             "samples": [_sample_to_json(sample) for sample in self.samples],
-            "tasks": [[t.samples, t.ranks, t.wave, t.start_s, t.end_s] for t in self.tasks],
+            "tasks": [[t.samples, t.ranks, t.wave, t.start_s, t.end_s, t.exchange] for t in self.tasks],
         }
         return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
@@ -167,9 +178,7 @@ class Plan:
                 cluster=Cluster(**body["cluster"]),
                 whole_below_tokens=int(body["whole_below_tokens"]),
                 samples=tuple(_sample_from_json(entry) for entry in body["samples"]),
-                tasks=tuple(
-                    Task(tuple(s), tuple(r), int(w), float(a), float(b)) for s, r, w, a, b in body["tasks"]
-                ),
+                tasks=tuple(_task_from_json(entry) for entry in body["tasks"]),
                 bound_s=float(body["bound_s"]),
             )
         except (LookupError, TypeError, ValueError, InputError) as error:
@@ -183,3 +192,8 @@ def _sample_to_json(sample: Sample) -> list[Any]:
 def _sample_from_json(entry: list[Any]) -> Sample:
     spans = tuple((a, b) for a, b in entry[2]) if len(entry) > 2 else ()
     return Sample(entry[0], entry[1], spans)
+
+
+def _task_from_json(entry: list[Any]) -> Task:
+    samples, ranks, wave, start_s, end_s, exchange = entry
+    return Task(tuple(samples), tuple(ranks), int(wave), float(start_s), float(end_s), exchange)

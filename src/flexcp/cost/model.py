@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flexcp.core.model_shape import ModelShape
+from flexcp.core.plan import ExchangeKind
 from flexcp.core.sample import Sample
 from flexcp.cost.flops import flops_per_pair, flops_per_token
 from flexcp.cost.presets import Hardware
@@ -20,9 +21,8 @@ from flexcp.cost.presets import Hardware
 Array = npt.NDArray[np.float64]
 # A count for one pack, or an array of them for many.
 Counts = Any
-Exchange = Literal["ring", "all-to-all"]
 
-_ALL_TO_ALLS = 4  # a layer and pass: queries, keys, values in; attention output back
+_ALL_TO_ALLS = 2  # a layer and pass: queries, keys, values in one message; attention output back
 _GRADIENT_BYTES = 4  # dK and dV travel in fp32
 
 
@@ -106,12 +106,18 @@ class CostModel:
     Beside the constants one thing is added to the paper's form: a sample that is never cut takes its own
     time however wide its group is, so no term falls below that of the longest whole sample.
 
-    With `exchange="all-to-all"` (Ulysses) ranks hold whole sequences of some heads during attention. Nothing
-    hides the exchange, every sample is on every rank, and key/value heads are repeated up to the degree::
+    With `exchange="gather"` the same bytes come at once, one latency a pass, and all keys of the others are
+    one ring step. Only attention to the rank's own rows, 1/d of it, hides them::
 
-        T = pair_s * pairs / d + token_s * tokens / d + sample_s * samples + pack_s + T_cm
-        T_cm = (d > 1) * (head_bytes_per_token * (2 * heads + 2 * max(kv_heads, d))
-                          * tokens / d * (d - 1) / d / bandwidth + layers * passes * 4 * latency)
+        T_cpa = pair_s * pairs / d / d,   one ring_step_s
+        T_cm  = (d - 1) * kv_bytes_per_token * cut_tokens / d / bandwidth + layers * passes * latency
+
+    With `exchange="all-to-all"` (Ulysses) ranks hold all rows of some heads during attention. Nothing hides
+    the exchange, and key/value heads are repeated up to the degree::
+
+        T_cpa = 0,   no ring_step_s
+        T_cm  = head_bytes_per_token * (2 * heads + 2 * max(kv_heads, d))
+                * cut_tokens / d * (d - 1) / d / bandwidth + layers * passes * 2 * latency
 
     Attributes:
         pair_s, token_s, sample_s, pack_s: seconds per attended pair, per token, per sample, per pack.
@@ -146,9 +152,9 @@ class CostModel:
     heads: int = 0
     kv_heads: int = 0
     head_bytes_per_token: float = 0.0
-    exchange: Exchange = "ring"
+    exchange: ExchangeKind = "ring"
 
-    def with_exchange(self, exchange: Exchange) -> CostModel:
+    def with_exchange(self, exchange: ExchangeKind) -> CostModel:
         """The same machine and model, other messages."""
         return self if exchange == self.exchange else replace(self, exchange=exchange)
 
@@ -198,35 +204,28 @@ class CostModel:
         larger: Callable[[Counts, Counts], Counts],
     ) -> Counts:
         """The formula; scalars and `max` for one pack, or arrays that broadcast and `np.maximum`."""
-        if self.exchange == "all-to-all":
-            return self._all_to_all_seconds(counts, degree, bytes_per_s, latency_s, larger)
         tokens, pairs, samples, cut_tokens, cut_samples, whole_tokens = counts
         whole_pairs = whole_tokens * (whole_tokens + 1) / 2
         attention = self.pair_s * larger(pairs / degree, whole_pairs)
         linear = self.token_s * larger(tokens / degree, whole_tokens)
         steps = (degree - 1) * (cut_samples > 0)
-        traffic = self.kv_bytes_per_token * cut_tokens / degree / bytes_per_s
-        communication = steps * (traffic + self.layers * self.passes * latency_s)
-        # T_cpa + T_cm - min(T_cpa, T_cma), with T_cm = T_cma, is the larger of the two.
-        exposed = larger(attention, communication)
+        rows_s = cut_tokens / degree / bytes_per_s
+        latency_s = self.layers * self.passes * latency_s
+        if self.exchange == "ring":
+            communication = steps * (self.kv_bytes_per_token * rows_s + latency_s)
+            # T_cpa + T_cm - min(T_cpa, T_cma), with T_cm = T_cma, is the larger of the two.
+            exposed, merging = larger(attention, communication), steps * self.ring_step_s
+        elif self.exchange == "gather":
+            communication = steps * self.kv_bytes_per_token * rows_s + (steps > 0) * latency_s
+            own = attention / degree
+            exposed, merging = attention - own + larger(own, communication), (steps > 0) * self.ring_step_s
+        else:
+            head_bytes = self.head_bytes_per_token * (2 * self.heads + 2 * larger(self.kv_heads, degree))
+            communication = steps * head_bytes * rows_s / degree + (steps > 0) * _ALL_TO_ALLS * latency_s
+            exposed, merging = attention + communication, 0.0
         whole = larger((samples - cut_samples) / degree, whole_tokens > 0)
         handling = self.sample_s * (whole + cut_samples)
-        return exposed + linear + handling + self.pack_s + steps * self.ring_step_s
-
-    def _all_to_all_seconds(
-        self,
-        counts: Counts,
-        degree: Counts,
-        bytes_per_s: Counts,
-        latency_s: Counts,
-        larger: Callable[[Counts, Counts], Counts],
-    ) -> Counts:
-        tokens, pairs, samples = counts[0], counts[1], counts[2]
-        compute = (self.pair_s * pairs + self.token_s * tokens) / degree
-        head_bytes = self.head_bytes_per_token * (2 * self.heads + 2 * larger(self.kv_heads, degree))
-        traffic = head_bytes * tokens / degree * (degree - 1) / degree / bytes_per_s
-        waits = (degree > 1) * (self.layers * self.passes * _ALL_TO_ALLS * latency_s)
-        return compute + self.sample_s * samples + self.pack_s + traffic + waits
+        return exposed + linear + handling + self.pack_s + merging
 
 
 def cost_model(

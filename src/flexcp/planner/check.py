@@ -10,7 +10,8 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import pairwise
 
-from flexcp.core.plan import Plan, Task
+from flexcp.core.layout import heads_divide
+from flexcp.core.plan import EXCHANGE_KINDS, Plan, Task
 from flexcp.cost.model import CostModel, Load
 from flexcp.planner.placement import crosses_nodes
 
@@ -56,6 +57,8 @@ def _groups(plan: Plan) -> Iterator[str]:
     for number, task in enumerate(plan.tasks):
         if not task.ranks:
             yield f"task {number} has no ranks"
+        if task.exchange not in EXCHANGE_KINDS:
+            yield f"task {number} has exchange {task.exchange!r}"
         for rank, count in Counter(task.ranks).items():
             if not 0 <= rank < plan.cluster.ranks:
                 yield f"task {number} names rank {rank} of {plan.cluster.ranks}"
@@ -131,6 +134,9 @@ def _replay(plan: Plan) -> Iterator[str]:
 
 def _predictions(plan: Plan, cost: CostModel) -> Iterator[str]:
     for number, task in enumerate(plan.tasks):
+        if task.exchange == "all-to-all" and not heads_divide(cost.heads, cost.kv_heads, task.degree):
+            heads = f"{cost.heads} query and {cost.kv_heads} key/value heads"
+            yield f"task {number} exchanges {heads} among {task.degree} ranks, which do not divide them"
         expected_s = _expected_s(plan, task, cost)
         if not math.isclose(task.duration_s, expected_s, rel_tol=_RELATIVE, abs_tol=_RELATIVE * task.end_s):
             yield f"task {number} is said to take {task.duration_s} s, the cost model says {expected_s} s"
@@ -142,7 +148,8 @@ def _expected_s(plan: Plan, task: Task, cost: CostModel) -> float:
     load = Load()
     for sample in plan.pack(task):
         load = load + Load.of(sample, plan.whole_below_tokens)
-    seconds = cost.task_s(load, task.degree, crosses_nodes(task.ranks, plan.cluster))
+    timed = cost.with_exchange(task.exchange)
+    seconds = timed.task_s(load, task.degree, crosses_nodes(task.ranks, plan.cluster))
     return seconds / plan.cluster.speed(task.ranks)
 
 

@@ -15,6 +15,7 @@ from flexcp.core.plan import Mode
 from flexcp.core.sample import Sample
 from flexcp.cost.model import CostModel, Load
 from flexcp.planner.allocation import dynamic_programme
+from flexcp.planner.exchanges import fastest
 
 MAX_SAMPLES, MAX_RANKS = 5, 4
 
@@ -25,8 +26,12 @@ def optimum_s(
     cost: CostModel,
     whole_below_tokens: int,
     mode: Mode = "lockstep",
+    *,
+    any_exchange: bool = False,
 ) -> float:
     """Least makespan over all packings, degrees, and wave splits or orders; groups inside nodes if they can.
+
+    All groups use the exchange of the cost model, or each the fastest that it may.
 
     Memory is judged by the layout itself. Infinite if no plan exists. Complexity: exponential.
 
@@ -43,6 +48,10 @@ def optimum_s(
     def pack_table(pack: tuple[int, ...]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         load = sum((Load.of(samples[k], whole_below_tokens) for k in pack), Load())
         table = cost.times_s(load, cluster.ranks, cluster.ranks_per_node)
+        if any_exchange:
+            degrees = np.arange(1, cluster.ranks + 1)
+            columns = np.tile(np.array(load.counts, dtype=np.float64)[:, None], cluster.ranks)
+            table, _ = fastest(cost, cluster, columns, degrees, degrees > cluster.ranks_per_node)
         for degree in range(1, cluster.ranks + 1):
             layout = make_layout(tuple(samples[k] for k in pack), degree, whole_below_tokens)
             if layout.max_rows > cluster.tokens_per_rank:

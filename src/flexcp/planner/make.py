@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import ConfigError, LengthsError, SampleTooLongError, UnknownNameError
 from flexcp.core.layout import default_whole_below_tokens
-from flexcp.core.plan import Mode, Plan, Task
+from flexcp.core.plan import ExchangeKind, Mode, Plan, Task
 from flexcp.core.sample import Sample
 from flexcp.cost.model import CostModel
-from flexcp.planner.bounds import lower_bound_s
+from flexcp.planner.exchanges import plan_bound_s
 from flexcp.planner.policies import flexcp, flexsp, megatron_dynamic, paper, static, ulysses
 from flexcp.planner.problem import Assignment, Problem
-from flexcp.planner.timeline import schedule
+from flexcp.planner.timeline import makespan_s, schedule
 
 
 def _scheduled(assign: Callable[[Problem], Assignment]) -> Callable[[Problem], tuple[Task, ...]]:
@@ -31,6 +31,8 @@ POLICIES: dict[str, Callable[[Problem], tuple[Task, ...]]] = {
     "ulysses": _scheduled(ulysses.assign),
     "static": _scheduled(static.assign),
 }
+# Exchanges of policies that run no rings. `flexcp` searches with rings; then each group gets the fastest.
+_EXCHANGES: dict[str, ExchangeKind] = {"ulysses": "all-to-all", "flexsp": "all-to-all"}
 MODES: tuple[Mode, ...] = ("lockstep", "free-running")
 
 
@@ -72,7 +74,8 @@ def make_plan(
         raise UnknownNameError("policy", policy, POLICIES)
     if mode not in MODES:
         raise UnknownNameError("mode", mode, MODES)
-    problem = _problem(samples, cluster, priced(cost, policy), mode, whole_below_tokens)
+    cost = cost.with_exchange(_EXCHANGES.get(policy, "ring"))
+    problem = _problem(samples, cluster, cost, mode, whole_below_tokens)
     with _no_collection():
         tasks = POLICIES[policy](problem)
     return Plan(
@@ -82,7 +85,7 @@ def make_plan(
         whole_below_tokens=problem.whole_below_tokens,
         samples=tuple(samples),
         tasks=tasks,
-        bound_s=lower_bound_s(problem),
+        bound_s=plan_bound_s(problem, makespan_s(tasks)),
     )
 
 
@@ -96,11 +99,6 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def priced(cost: CostModel, policy: str) -> CostModel:
-    """What a policy's plans are timed with: all run rings, but `ulysses` exchanges heads."""
-    return cost.with_exchange("all-to-all") if policy == "ulysses" else cost
 
 
 @dataclass(frozen=True, slots=True)

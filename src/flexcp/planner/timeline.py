@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from flexcp.core.cluster import Cluster
-from flexcp.core.plan import Task
+from flexcp.core.plan import ExchangeKind, Task
 from flexcp.cost.model import CostModel
 from flexcp.planner.placement import Group, crosses_nodes, place
 from flexcp.planner.problem import Array, Assignment, Integers, Pack, Problem, Wave
@@ -38,7 +38,7 @@ def schedule(problem: Problem, assignment: Assignment) -> tuple[Task, ...]:
             for rank in group:
                 free_s[rank] = end_s
             positions = tuple(sorted([order[sample] for sample in pack.samples]))
-            tasks.append(Task(positions, group, number, start_s, end_s))
+            tasks.append(Task(positions, group, number, start_s, end_s, problem.cost.exchange))
     return tuple(tasks)
 
 
@@ -50,23 +50,37 @@ def placed_s(problem: Problem, packs: Sequence[Sequence[int]], groups: Sequence[
     """Seconds of every pack, given by the positions of its samples, on its ranks."""
     cluster = problem.cluster
     speeds = np.array([cluster.speed(group) for group in groups]) if cluster.speeds else 1.0
-    placed = seconds_on(problem.totals(packs), groups, cluster, problem.cost) / speeds
+    exchanges = [problem.cost.exchange] * len(groups)
+    placed = seconds_on(problem.totals(packs), groups, exchanges, cluster, problem.cost) / speeds
     seconds: list[float] = placed.tolist()
     return seconds
 
 
-def seconds_on(counts: Integers, groups: Sequence[Group], cluster: Cluster, cost: CostModel) -> Array:
-    """Seconds of packs on their groups, all ranks at full speed, in one call of the cost model.
+def seconds_on(
+    counts: Integers,
+    groups: Sequence[Group],
+    exchanges: Sequence[ExchangeKind],
+    cluster: Cluster,
+    cost: CostModel,
+) -> Array:
+    """Seconds of packs on their groups, all ranks at full speed, in one call of the cost model an exchange.
 
     Args:
         counts: a row of `Problem.totals` for each pack.
         groups: ranks of each pack.
+        exchanges: how they meet.
         cluster: how ranks sit in nodes.
         cost: the formula.
     """
     degrees = np.array([len(group) for group in groups])
     crosses = np.array([len(group) > 1 and crosses_nodes(group, cluster) for group in groups])
-    return cost.seconds(counts.astype(np.float64).T, degrees, crosses)
+    columns = counts.astype(np.float64).T
+    kinds = sorted(set(exchanges))
+    seconds = cost.with_exchange(kinds[0]).seconds(columns, degrees, crosses)
+    for kind in kinds[1:]:
+        meets_so = np.array([exchange == kind for exchange in exchanges])
+        seconds = np.where(meets_so, cost.with_exchange(kind).seconds(columns, degrees, crosses), seconds)
+    return seconds
 
 
 def _groups(wave: Wave, problem: Problem) -> tuple[Group, ...]:

@@ -15,11 +15,12 @@ _FREE = Link(float("inf"), 0.0)
 
 def communication_share(plan: Plan, cost: CostModel) -> float:
     """Share of all rank-time that ranks spend on messages which no computation hides."""
-    silent = replace(cost, intra=_FREE, inter=_FREE)
     exposed_s = 0.0
     for task in plan.tasks:
         load, crosses = task_load(plan, task), crosses_nodes(task.ranks, plan.cluster)
-        share = 1.0 - silent.task_s(load, task.degree) / cost.task_s(load, task.degree, crosses)
+        timed = cost.with_exchange(task.exchange)
+        silent = replace(timed, intra=_FREE, inter=_FREE)
+        share = 1.0 - silent.task_s(load, task.degree) / timed.task_s(load, task.degree, crosses)
         exposed_s += task.degree * task.duration_s * share
     return exposed_s / (plan.step_s * plan.cluster.ranks)
 
@@ -80,7 +81,7 @@ def explain(plan: Plan, cost: CostModel, most: int = 8) -> tuple[Choice, ...]:
 def _choice(plan: Plan, task: Task, cost: CostModel) -> Choice:
     pack = plan.pack(task)
     longest = max(pack, key=lambda sample: (sample.tokens, -sample.id))
-    load = task_load(plan, task)
+    load, cost = task_load(plan, task), cost.with_exchange(task.exchange)
     # Slow ranks stretch the model's time, and would at any degree.
     stretch = task.duration_s / cost.task_s(load, task.degree, crosses_nodes(task.ranks, plan.cluster))
 

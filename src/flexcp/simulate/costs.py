@@ -37,7 +37,8 @@ class StepCosts:
         row[list(problem.order)] = np.arange(problem.size)
         self._counts = problem.totals([row[list(task.samples)].tolist() for task in plan.tasks])
         self._groups = [task.ranks for task in plan.tasks]
-        self._model_s = seconds_on(self._counts, self._groups, plan.cluster, cost)
+        self._exchanges = [task.exchange for task in plan.tasks]
+        self._model_s = seconds_on(self._counts, self._groups, self._exchanges, plan.cluster, cost)
         self._pace = paces(plan, step, conditions)
         self._alone_s = self._model_s / self._pace
         self.seconds: list[float] = self._alone_s.tolist()
@@ -46,21 +47,21 @@ class StepCosts:
         """What the tasks take from each other; None where there is enough of everything."""
         if not self._conditions.shares:
             return None
-        rings = self._cost.exchange == "ring"
         shared = self._seconds_at_link_share
         uplinks, cores = self._conditions.uplinks, self._conditions.cores
-        return Sharing(self._plan, self.seconds, shared, uplinks=uplinks, cores=cores, rings=rings)
+        return Sharing(self._plan, self.seconds, shared, uplinks=uplinks, cores=cores)
 
     def _seconds_at_link_share(self, index: int, share: float) -> float:
         load = Load(*self._counts[index].tolist())
-        seconds = seconds_at_link_share(self._cost, load, len(self._groups[index]), share)
+        cost = self._cost.with_exchange(self._exchanges[index])
+        seconds = seconds_at_link_share(cost, load, len(self._groups[index]), share)
         return seconds / float(self._pace[index])
 
     def split(self, times: TaskTimes) -> RankTime:
         """Where the time of the ranks went while they had tasks."""
         degrees = np.array([len(group) for group in self._groups])
         silent = replace(self._cost, intra=_FREE, inter=_FREE)
-        silent_s = seconds_on(self._counts, self._groups, self._plan.cluster, silent)
+        silent_s = seconds_on(self._counts, self._groups, self._exchanges, self._plan.cluster, silent)
 
         taken_s = times.end_s - times.start_s
 

@@ -50,7 +50,7 @@ def simulate(
 
     Args:
         plans: one a step, all for the same ranks; taken one step ahead.
-        cost: what tasks really cost; that of `planner.make.priced` where the policy is `ulysses`.
+        cost: what tasks really cost, each by its own exchange.
         conditions: what the plans do not know of.
         record: called with every span, as the ranks of a real run would write it.
 

@@ -3,10 +3,10 @@
 Flow level: a ring that crosses nodes is a flow out of every node that it leaves, for as long as its task
 runs. Flows out of one node share its links equally, each at most a whole link, and a ring goes at the pace
 of its slowest hop. So a ring that messages need only now and then counts like one that never stops (times
-come out on the long side), and what a flow leaves unused elsewhere is not handed on. An all-to-all is a flow
-from every member. Only the messages slow down, and only what attention does not hide shows: at a given
-share a task takes what the cost model says for a link of that bandwidth. When shares change, the part of a
-task that is left goes on at the new rate.
+come out on the long side), and what a flow leaves unused elsewhere is not handed on. A gather or an
+all-to-all is a flow from every member. Only the messages slow down, and only what attention does not hide
+shows: at a given share a task takes what the cost model says for a link of that bandwidth. When shares
+change, the part of a task that is left goes on at the new rate.
 
 Cores: ranks that compute on a node get equal parts of its cores, at most one each.
 """
@@ -43,11 +43,10 @@ class Sharing:
         *,
         uplinks: int | None,
         cores: int | None,
-        rings: bool,
     ) -> None:
         self._seconds, self._at_link_share = seconds, at_link_share
         self._uplinks, self._cores = uplinks, cores
-        self._footprints = [_footprint(plan, task, rings=rings) for task in plan.tasks]
+        self._footprints = [_footprint(plan, task) for task in plan.tasks]
         self._busy: Counter[int] = Counter()
         self._flows: Counter[int] = Counter()
         self._on: dict[int, dict[int, None]] = {}  # node to the running tasks that share something there
@@ -88,23 +87,23 @@ class Sharing:
         return seconds
 
 
-def _footprint(plan: Plan, task: Task, *, rings: bool) -> Footprint:
+def _footprint(plan: Plan, task: Task) -> Footprint:
     """Ranks and flows of a task by node; flows only where some sample is cut and the group crosses nodes.
 
     >>> from flexcp.core.cluster import Cluster
     >>> from flexcp.core.sample import Sample
     >>> task = Task((0,), (2, 3, 4, 5, 6), 0, 0.0, 1.0)
     >>> plan = Plan("static", "lockstep", Cluster(8, 4, 4), 2, (Sample(0, 20),), (task,), 1.0)
-    >>> _footprint(plan, task, rings=True), _footprint(plan, task, rings=False)
+    >>> _footprint(plan, task), _footprint(plan, replace(task, exchange="all-to-all"))
     (((0, 2, 1), (1, 3, 1)), ((0, 2, 2), (1, 3, 3)))
     """
     nodes = [plan.cluster.node_of(rank) for rank in task.ranks]
     ranks = Counter(nodes)
     if len(ranks) == 1:
         return ((nodes[0], len(nodes), 0),)
-    if not rings:
-        return tuple((node, count, count) for node, count in ranks.items())
     travels = any(sample.tokens >= plan.whole_below_tokens for sample in plan.pack(task))
+    if task.exchange != "ring":
+        return tuple((node, count, count * travels) for node, count in ranks.items())
     following = [*nodes[1:], nodes[0]]
     leaves = Counter(a for a, b in zip(nodes, following, strict=True) if a != b and travels)
     return tuple((node, count, leaves[node]) for node, count in ranks.items())

@@ -5,6 +5,9 @@ too, and the best plan wins. So flexcp <= max(other, 1.005 · bound), and flexcp
 is not that close. In lockstep this holds up to 4096 samples; beyond, `paper`, which packs in O(K·K'), would
 take minutes and is not asked. Free-running it holds up to 256 samples: more samples fill every rank, and
 asking takes longer than planning. From there to 4096 others are asked where the own plan is 3 % off.
+
+The search takes every group to be a ring, and so does the bound that stops it. In the plan that wins, every
+group has the fastest exchange that it may use.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 from flexcp.core.plan import Task
 from flexcp.planner.bounds import lower_bound_s
 from flexcp.planner.degrees import LongSamples, long_samples
+from flexcp.planner.exchanges import with_fastest_exchanges
 from flexcp.planner.list_schedule import ListSchedule, list_schedule, tasks
 from flexcp.planner.policies import paper, static
 from flexcp.planner.problem import Problem
@@ -37,6 +41,14 @@ _ROUNDING = 1 + 1e-9
 
 
 def plan_tasks(problem: Problem) -> tuple[Task, ...]:
+    """The tasks of a search among rings, then the fastest exchange for each.
+
+    Complexity: that of the search.
+    """
+    return with_fastest_exchanges(problem, _rings(problem))
+
+
+def _rings(problem: Problem) -> tuple[Task, ...]:
     """Free-running: list schedules for several targets. Lockstep: a search for waves. Both stop when close.
 
     Complexity: that of `list_schedule` or `waves.search`; the other policies' on top where they are asked.

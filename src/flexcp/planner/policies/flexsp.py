@@ -5,9 +5,8 @@ of each into a few buckets by dynamic programming, and lets a solver choose grou
 each bucket every group takes, so that the slowest group is fastest. It tries five micro-batch counts, and
 stops SCIP after 5 to 15 seconds.
 
-Ours differs in:
+Like the original, groups exchange heads (Ulysses), so heads limit their degrees. Ours differs in:
 
-- the exchange: groups run rings under the one cost model, where the original exchanges heads (Ulysses);
 - the programme: groups of one degree are counted, not told apart, which takes away the symmetry that makes
   the original slow. The time limit C is found by bisection, and the samples of one degree are spread over
   its groups longest first. HiGHS (through scipy) stops after a number of nodes, never by the clock, so the
@@ -23,7 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flexcp.core.errors import InfeasibleError
+from flexcp.core.errors import InfeasibleError, UnsupportedError
+from flexcp.core.layout import heads_divide
 from flexcp.cost.model import Load
 from flexcp.planner.balance import Slot, fill, room_tokens, shelves
 from flexcp.planner.problem import Assignment, Pack, Problem, Wave
@@ -53,14 +53,23 @@ def assign(problem: Problem) -> Assignment:
     Complexity: that of integer programming with log2(N) * 17 variables, some dozens of times a micro-batch.
 
     Raises:
-        InfeasibleError: the power of two that the longest sample needs exceeds N.
+        UnsupportedError: the cost model does not know the heads.
+        InfeasibleError: the power of two that the longest sample needs exceeds N, or what the heads allow.
     """
+    if not problem.cost.heads:
+        raise UnsupportedError("the cost model has no head counts", "Build it with `cost_model(shape, ...)`.")
     needed = problem.min_degree(problem.loads[0])
-    if _power_of_two(needed) > problem.ranks:
+    if (degree := _power_of_two(needed)) > problem.ranks:
         raise InfeasibleError(
-            f"needs degree {_power_of_two(needed)}, the next power of two of {needed}; "
-            f"there are {problem.ranks} ranks",
+            f"needs degree {degree}, the next power of two of {needed}; there are {problem.ranks} ranks",
             "Raise the tokens per rank.",
+        )
+    if degree > (widest := int(_allowed_degrees(problem)[-1])):
+        heads = f"{problem.cost.heads} query, {problem.cost.kv_heads} key/value heads"
+        room = -(-problem.loads[0].tokens // widest)
+        raise InfeasibleError(
+            f"needs degree {degree}, heads allow {widest} ({heads})",
+            f"Rings have no such limit; or raise the tokens per rank to {room}.",
         )
     least = max(1, -(-problem.tokens // problem.cluster.capacity_tokens))
     counts = range(least, min(least + _MICRO_BATCH_COUNTS, len(problem.loads) + 1))
@@ -70,6 +79,13 @@ def assign(problem: Problem) -> Assignment:
 
 def _power_of_two(degree: int) -> int:
     return 1 << (degree - 1).bit_length()
+
+
+def _allowed_degrees(problem: Problem) -> Counts:
+    """Powers of two up to N that heads can be dealt out to; with one, all lower ones."""
+    powers = [1 << power for power in range(problem.ranks.bit_length())]
+    cost = problem.cost
+    return np.array([degree for degree in powers if heads_divide(cost.heads, cost.kv_heads, degree)])
 
 
 def _plan(problem: Problem, count: int) -> Assignment:
@@ -158,9 +174,9 @@ class _Programme:
 
     def __init__(self, problem: Problem, buckets: list[_Bucket]) -> None:
         self._problem, self._buckets = problem, buckets
-        self._degrees = 2 ** np.arange(problem.ranks.bit_length())
-        cost = problem.cost
-        self._fixed_s = cost.pack_s + (self._degrees - 1) * cost.ring_step_s
+        self._degrees = _allowed_degrees(problem)
+        empty = problem.table_s([Load(samples=1, cut_samples=1)])[0, self._degrees - 1]
+        self._fixed_s = empty - problem.cost.sample_s
         table_s = problem.table_s([bucket.load for bucket in buckets])[:, self._degrees - 1].T
         self._seconds = np.maximum(table_s - self._fixed_s[:, None], 0.0)
         self._rooms = np.array([room_tokens(problem, int(degree)) for degree in self._degrees])

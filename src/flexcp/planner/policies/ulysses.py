@@ -3,13 +3,13 @@
 The original cuts every sequence over the ranks of a group, and swaps that cut for one over heads around
 attention, by all-to-all. So its degree divides the query heads. Where it exceeds the key/value heads, those
 are repeated up to the degree, as its followers do; then it must be a multiple of them. Ours differs in being
-fair: the best allowed degree that divides N, no padding, packs balanced by time, as `static` does. Its plans
-are timed with `exchange="all-to-all"` (see `cost.model`); the engine would run them, as rings.
+fair: the best allowed degree that divides N, no padding, packs balanced by time, as `static` does.
 """
 
 from __future__ import annotations
 
 from flexcp.core.errors import InfeasibleError, UnsupportedError
+from flexcp.core.layout import heads_divide
 from flexcp.planner.policies import static
 from flexcp.planner.problem import Assignment, Problem
 
@@ -40,13 +40,9 @@ def assign(problem: Problem) -> Assignment:
 
 
 def allowed_degrees(heads: int, kv_heads: int, ranks: int) -> list[int]:
-    """Degrees that divide N and the query heads, and divide or are a multiple of the key/value heads.
+    """Degrees that divide N and that the heads allow.
 
     >>> allowed_degrees(32, 8, 64), allowed_degrees(40, 8, 64), allowed_degrees(28, 4, 56)
     ([1, 2, 4, 8, 16, 32], [1, 2, 4, 8], [1, 2, 4, 28])
     """
-    return [
-        degree
-        for degree in range(1, min(heads, ranks) + 1)
-        if ranks % degree == 0 and heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
-    ]
+    return [d for d in range(1, ranks + 1) if ranks % d == 0 and heads_divide(heads, kv_heads, d)]

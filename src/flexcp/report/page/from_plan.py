@@ -29,7 +29,7 @@ from flexcp.report.page.subject import (
 )
 from flexcp.report.tables import format_seconds
 
-PLAN_REPORT_SCHEMA = "flexcp.plan-report/1"
+PLAN_REPORT_SCHEMA = "flexcp.plan-report/2"
 
 
 def read_plan_report(path: Path) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _plan(body: Mapping[str, Any], name: str, step: Mapping[str, Any]) -> Plan:
         start_s, end_s = float(task["start_s"]), float(task["end_s"])
         if not 0 <= start_s < end_s:
             raise ValueError(f"a task from {start_s} s to {end_s} s")
-        tasks.append(Task(positions, ranks, int(task["wave"]), start_s, end_s))
+        tasks.append(Task(positions, ranks, int(task["wave"]), start_s, end_s, task["exchange"]))
     if not float(step["bound_s"]) > 0:
         raise ValueError(f"bound_s is {step['bound_s']}")
     cluster = Cluster(given["ranks"], given["tokens_per_rank"], given["ranks_per_node"])

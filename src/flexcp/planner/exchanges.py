@@ -1,0 +1,113 @@
+"""How the ranks of a group meet: which exchanges a pack may use, and which of them is fastest.
+
+Chosen when degrees and packs stand, so it only ever shortens a task. Predictions only; no messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcp.core.cluster import Cluster
+from flexcp.core.layout import heads_divide
+from flexcp.core.plan import EXCHANGE_KINDS, ExchangeKind, Task
+from flexcp.cost.model import CostModel, Counts, Link
+from flexcp.planner.bounds import lower_bound_s
+from flexcp.planner.placement import crosses_nodes
+from flexcp.planner.problem import Array, Problem
+
+_FREE = Link(float("inf"), 0.0)
+
+
+def fastest(
+    cost: CostModel, cluster: Cluster, columns: Array, degrees: Counts, crosses: Counts
+) -> tuple[Array, list[ExchangeKind]]:
+    """Seconds and exchange of many packs, each by the fastest that it may use; a tie goes to the ring.
+
+    Args:
+        cost: times of packs.
+        cluster: what they run on.
+        columns: shape (6, packs), the fields of `Load`.
+        degrees: ranks of each group.
+        crosses: whether it uses links between nodes.
+    """
+    seconds = []
+    for kind in EXCHANGE_KINDS:
+        timed = cost.with_exchange(kind).seconds(columns, degrees, crosses)
+        seconds.append(np.where(_allowed(kind, cost, cluster, columns[3], degrees), timed, np.inf))
+    chosen = np.argmin(seconds, axis=0)
+    return np.min(seconds, axis=0), [EXCHANGE_KINDS[index] for index in chosen.tolist()]
+
+
+def _allowed(
+    kind: ExchangeKind, cost: CostModel, cluster: Cluster, cut_tokens: Array, degrees: Counts
+) -> npt.NDArray[np.bool_]:
+    """Whether packs may use an exchange.
+
+    A gather holds the keys and values of all cut rows of a pack on every rank, which the budget of tokens
+    does not know of; so they may take no more room than the queries of a full rank do. An all-to-all needs
+    heads that can be dealt out.
+    """
+    if kind == "gather":
+        return np.asarray(cut_tokens * max(cost.kv_heads, 1) <= cluster.tokens_per_rank * max(cost.heads, 1))
+    if kind == "all-to-all":
+        dealt = [d for d in range(1, cost.heads + 1) if heads_divide(cost.heads, cost.kv_heads, d)]
+        return np.isin(degrees, dealt)
+    return np.ones(len(degrees), dtype=bool)
+
+
+def with_fastest_exchanges(problem: Problem, tasks: tuple[Task, ...]) -> tuple[Task, ...]:
+    """The same tasks, each on several ranks by the fastest exchange that it may use, and started anew.
+
+    Complexity: O(tasks · degree).
+    """
+    shared = [index for index, task in enumerate(tasks) if task.degree > 1]
+    if not shared:
+        return tasks
+    row_of = dict(zip(problem.order, range(problem.size), strict=True))
+    counts = problem.totals([[row_of[k] for k in tasks[index].samples] for index in shared])
+    groups = [tasks[index].ranks for index in shared]
+    degrees = np.array([len(group) for group in groups])
+    crosses = np.array([crosses_nodes(group, problem.cluster) for group in groups])
+    columns = counts.astype(np.float64).T
+    seconds, exchanges = fastest(problem.cost, problem.cluster, columns, degrees, crosses)
+    if all(exchange == problem.cost.exchange for exchange in exchanges):
+        return tasks
+    timed = [(task.duration_s, task.exchange) for task in tasks]
+    for index, group, time_s, exchange in zip(shared, groups, seconds.tolist(), exchanges, strict=True):
+        if exchange != tasks[index].exchange:
+            timed[index] = time_s / problem.cluster.speed(group), exchange
+    return _started(problem, tasks, timed)
+
+
+def _started(
+    problem: Problem, tasks: Sequence[Task], timed: Sequence[tuple[float, ExchangeKind]]
+) -> tuple[Task, ...]:
+    """Tasks of other durations, in the same order: as early as their ranks, or the wave before, allow."""
+    started: list[Task] = []
+    free_s, wave = [0.0] * problem.ranks, -1
+    for task, (time_s, exchange) in zip(tasks, timed, strict=True):
+        if problem.mode == "lockstep" and task.wave != wave:
+            free_s, wave = [max(free_s)] * problem.ranks, task.wave
+        start_s = max([free_s[rank] for rank in task.ranks])
+        end_s = start_s + time_s
+        for rank in task.ranks:
+            free_s[rank] = end_s
+        started.append(Task(task.samples, task.ranks, task.wave, start_s, end_s, exchange))
+    return tuple(started)
+
+
+def plan_bound_s(problem: Problem, step_s: float) -> float:
+    """Seconds that no plan can beat with the exchange of the problem's cost model for every group.
+
+    A plan that mixes exchanges can fall below. Then it is what no plan can beat by any exchange: the bound of
+    a cost model that none of them undercuts, in which messages, waiting and merging cost nothing.
+    """
+    bound_s = lower_bound_s(problem)
+    if step_s >= bound_s:
+        return bound_s
+    silent = replace(problem.cost, exchange="ring", intra=_FREE, inter=_FREE, ring_step_s=0.0)
+    return min(bound_s, lower_bound_s(replace(problem, cost=silent)))
