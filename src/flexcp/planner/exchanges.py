@@ -64,23 +64,16 @@ def with_fastest_exchanges(problem: Problem, tasks: tuple[Task, ...]) -> tuple[T
 
     Complexity: O(tasks · degree).
     """
-    shared = [index for index, task in enumerate(tasks) if task.degree > 1]
-    if not shared:
+    if all(task.degree == 1 for task in tasks):
         return tasks
     row_of = dict(zip(problem.order, range(problem.size), strict=True))
-    counts = problem.totals([[row_of[k] for k in tasks[index].samples] for index in shared])
-    groups = [tasks[index].ranks for index in shared]
+    counts = problem.totals([[row_of[position] for position in task.samples] for task in tasks])
+    cluster, groups = problem.cluster, [task.ranks for task in tasks]
     degrees = np.array([len(group) for group in groups])
-    crosses = np.array([crosses_nodes(group, problem.cluster) for group in groups])
-    columns = counts.astype(np.float64).T
-    seconds, exchanges = fastest(problem.cost, problem.cluster, columns, degrees, crosses)
-    if all(exchange == problem.cost.exchange for exchange in exchanges):
-        return tasks
-    timed = [(task.duration_s, task.exchange) for task in tasks]
-    for index, group, time_s, exchange in zip(shared, groups, seconds.tolist(), exchanges, strict=True):
-        if exchange != tasks[index].exchange:
-            timed[index] = time_s / problem.cluster.speed(group), exchange
-    return _started(problem, tasks, timed)
+    crosses = np.array([len(group) > 1 and crosses_nodes(group, cluster) for group in groups])
+    seconds, exchanges = fastest(problem.cost, cluster, counts.astype(np.float64).T, degrees, crosses)
+    speeds = np.array([cluster.speed(group) for group in groups]) if cluster.speeds else 1.0
+    return _started(problem, tasks, list(zip((seconds / speeds).tolist(), exchanges, strict=True)))
 
 
 def _started(
