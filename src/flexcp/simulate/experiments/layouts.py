@@ -14,10 +14,9 @@ from flexcp.core.cluster import Cluster
 from flexcp.core.errors import InfeasibleError
 from flexcp.core.layout import default_whole_below_tokens
 from flexcp.core.model_shape import model_shape
-from flexcp.core.plan import Mode
+from flexcp.core.plan import ExchangeKind, Mode
 from flexcp.core.sample import Sample
 from flexcp.cost import CostModel, Load, cost_model, hardware
-from flexcp.cost.model import Exchange
 from flexcp.planner import make_plan
 from flexcp.planner.policies import static
 from flexcp.planner.problem import Problem
@@ -87,7 +86,7 @@ def every_layout(
     cluster: Cluster,
     cost: CostModel,
     *,
-    exchange: Exchange,
+    exchange: ExchangeKind,
     context_tokens: int,
     longest: int,
     fixed_s: float,
@@ -145,7 +144,7 @@ def padded_s(
     batches: Sequence[Batch],
     cluster: Cluster,
     cost: CostModel,
-    exchange: Exchange,
+    exchange: ExchangeKind,
     context_tokens: int,
     *,
     attended: bool = True,

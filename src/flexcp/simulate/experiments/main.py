@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexcp.cost.model import Exchange
+from flexcp.core.plan import ExchangeKind
 from flexcp.simulate.experiments.extreme import MAIN_SHORT, unbalanced
 from flexcp.simulate.experiments.extreme import MODEL as EXTREME_MODEL
 from flexcp.simulate.experiments.fitting import FITTED_MAIN, GLOBAL_BATCH, Constants, fit
@@ -12,7 +12,7 @@ from flexcp.simulate.experiments.result import Column, Result, Setup, Table, Val
 from flexcp.simulate.workloads import CONTEXT_TOKENS
 
 RANKS = 64
-EXCHANGES: dict[str, Exchange] = {"megatron": "ring", "deepspeed": "all-to-all"}
+EXCHANGES: dict[str, ExchangeKind] = {"megatron": "ring", "deepspeed": "all-to-all"}
 
 
 def run(setup: Setup) -> Result:
