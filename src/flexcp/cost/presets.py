@@ -25,6 +25,7 @@ class Hardware:
         sample_overhead_s: per layer, what one more sample in a pack costs beyond its tokens and pairs.
         element_bytes: bytes of a weight or activation in the training precision.
         origin: where every number is from.
+        token_scale: measured over counted bytes of a token; 1 where nobody measured.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Hardware:
     sample_overhead_s: float
     element_bytes: int
     origin: str
+    token_scale: float = 1.0
 
 
 _DISTCA = (
