@@ -10,7 +10,7 @@ import pytest
 from flexcp.core.errors import InputError
 from flexcp.core.model_shape import ModelShape, model_shape
 from flexcp.core.sample import Sample
-from flexcp.cost import CostModel, Link, Load, cost_model, hardware
+from flexcp.cost import CostModel, Link, Load, cost_model, hardware, memory_model, tokens_per_rank
 from flexcp.cost.attention_fit import fit_attention
 from flexcp.cost.calibration import (
     CALIBRATION_SCHEMA,
@@ -24,6 +24,7 @@ from flexcp.cost.fit import TERMS, fit_link
 from flexcp.cost.measurements import COLUMNS, AttentionTime, Measurement, read_distca, read_measurements
 
 SHAPE = ModelShape("tiny", 4, 128, 4, 2, 32, 384, 512, tied=True)
+BYTES_PER_TOKEN = memory_model(SHAPE, 1, element_bytes=4, checkpointing=False).bytes_per_token
 SETUP = Setup(
     device="cpu: a test",
     clock="cpu",
@@ -34,7 +35,7 @@ SETUP = Setup(
     element_bytes=4,
     link=Link(bytes_per_s=2e9, latency_s=1e-4),
     memory_bytes=2**32,
-    memory_bytes_per_token=12_345.0,
+    memory_bytes_per_token=1.25 * BYTES_PER_TOKEN,
 )
 TRUTH = replace(cost_model(SHAPE, hardware("cpu"), checkpointing=False), intra=SETUP.link, inter=SETUP.link)
 DISTCA = Path(__file__).parents[2].parent / "shared" / "data" / "distca_attn_dist_multimodal_64k.psv"
@@ -154,9 +155,22 @@ def test_stands_where_a_preset_stands():
     assert deeper.ring_step_s == pytest.approx(2 * calibration.coefficients["ring_step_s"])
 
 
+def test_measured_memory_decides_how_many_tokens_a_rank_holds():
+    """A token that takes a quarter more than counted: a fifth fewer fit; unmeasured, the count stands."""
+    measured, counted = (
+        fit(tasks(), replace(SETUP, memory_bytes_per_token=value)).hardware
+        for value in (1.25 * BYTES_PER_TOKEN, None)
+    )
+    assert (measured.token_scale, counted.token_scale) == (pytest.approx(1.25), 1.0)
+    fewer, more = (tokens_per_rank(SHAPE, of, 2, checkpointing=False) for of in (measured, counted))
+    assert fewer == pytest.approx(more / 1.25, rel=1e-3)
+
+
 def test_notices_name_what_is_extrapolated():
     calibration = fit(tasks(), SETUP)
     assert calibration.notices(replace(SHAPE, name="other"), 16_384, 16) == ()
+    heavy = fit(tasks(), replace(SETUP, memory_bytes_per_token=10 * BYTES_PER_TOKEN))
+    assert "10.0 times the bytes" in heavy.notices(SHAPE, 4096, 4)[0]
     long, wide, other = calibration.notices(model_shape("qwen3-8b"), 16_385, 17)
     assert "16,385 tokens, the calibration saw 4,096" in long
     assert "17 ranks, the calibration saw 4" in wide

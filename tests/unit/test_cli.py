@@ -58,6 +58,17 @@ def plain(text: str) -> str:
         ([5, -3], [], "lengths.json, entry 1: -3 is not a length", "Lengths are whole numbers"),
         ([5, 1.5], [], "lengths.json, entry 1: 1.5 is not a length", "at least 1"),
         ([5], ["--tokens-per-rank", "0"], "tokens_per_rank is 0", "tokens_per_rank is at least 1."),
+        ([5], ["--memory", "64G"], "--memory '64G' is not a size", "64GiB"),
+        ([5], ["--memory", "0GB"], "--memory '0GB' is not a size", "64GiB"),
+        ([5], ["--memory", "-3GB"], "--memory '-3GB' is not a size", "64GiB"),
+        ([5], ["--sharding", "zero4"], "unknown sharding 'zero4'", "ddp, zero1, zero2, zero3"),
+        (
+            [5],
+            ["--memory", "64GiB", "--tokens-per-rank", "9"],
+            "--tokens-per-rank and --memory are both given",
+            "Leave one out",
+        ),
+        ([5], ["--memory", "20GB"], "18.0 GB usable", "Shard more"),
         ([500], ["--tokens-per-rank", "1"], "8 ranks x 1 tokens hold 8", "It fits on 500 ranks"),
         ([5], ["--hardware", "cpu"], "qwen3-8b leaves no memory for tokens on cpu", "Shard more"),
         ([5], ["--ranks", "0"], "--ranks is 0", "--ranks is at least 1."),
@@ -227,6 +238,20 @@ def test_tokens_per_rank_comes_from_memory(lengths, capfd):
     assert body["inputs"]["tokens_per_rank"] > 4096
 
 
+def test_memory_gives_tokens_per_rank(lengths, capfd):
+    """More memory and more sharding hold more tokens; a note says how it came about."""
+
+    def tokens(*options):
+        inputs = report(capfd, *PLAN, lengths([100] * 16), "--ranks", "64", *options)["inputs"]
+        assert f"{inputs['tokens_per_rank']:,} tokens a rank from" in inputs["notices"][0]
+        return inputs["tokens_per_rank"]
+
+    given = tokens("--memory", "80GB")
+    assert given == tokens()  # an h100
+    assert tokens("--memory", "80 GiB") > given
+    assert tokens("--sharding", "zero3") > tokens("--sharding", "zero2") > given
+
+
 def test_equal_lengths_are_not_worth_it(lengths, capfd):
     """Where nothing can be gained the verdict says so."""
     body = report(capfd, *PLAN, lengths([2048] * 64))
@@ -366,7 +391,8 @@ def test_servegen_histograms_are_drawn_the_same_every_time(tmp_path, capfd):
 def test_ten_million_lengths_are_answered_from_a_sample(tmp_path, monkeypatch, capfd):
     """A list over the limit still answers, and says that batches are a sample of it."""
     monkeypatch.setattr("flexcp.cli.inputs._MANY", 2000)
-    body = report(capfd, *PLAN, str(LENGTHS), "--ranks", "64", "--policy", "static")
+    options = ["--ranks", "64", "--policy", "static", "--tokens-per-rank", "8192"]
+    body = report(capfd, *PLAN, str(LENGTHS), *options)
 
     assert body["inputs"]["notices"] == ["2,500 lengths: batches are a random sample of them."]
 
@@ -407,10 +433,10 @@ def test_lockstep_waits_for_every_wave(capfd):
 
 
 def test_plan_has_few_flags():
-    """At most fifteen, each in a group."""
+    """At most seventeen, each in a group."""
     options = [parameter for parameter in _load("plan").params if parameter.opts[0].startswith("-")]
 
-    assert len([option for option in options if option.name != "help"]) <= 15
+    assert len([option for option in options if option.name != "help"]) <= 17
     assert all(option.rich_help_panel for option in options if option.name != "help")
 
 

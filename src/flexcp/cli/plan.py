@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from flexcp.cli.comparison import compare, verdict
+from flexcp.cli.memory import Holding, MemorySize, ShardingName, TokensPerRank
 from flexcp.cli.plan_json import report_json
 from flexcp.cli.request import (
     BATCH,
@@ -28,7 +29,6 @@ from flexcp.cli.request import (
     RanksPerNode,
     Request,
     Seed,
-    TokensPerRank,
     read_request,
 )
 from flexcp.core.errors import ConfigError, UnknownNameError
@@ -45,6 +45,8 @@ def plan(
     hardware_name: HardwareName = "h100",
     ranks_per_node: RanksPerNode = 8,
     tokens: TokensPerRank = None,
+    memory: MemorySize = None,
+    sharding: ShardingName = None,
     column: Column = None,
     global_batch: GlobalBatch = 512,
     steps: Annotated[int, typer.Option(help="Steps to plan.", rich_help_panel=BATCH)] = 1,
@@ -83,7 +85,7 @@ def plan(
         ranks=ranks,
         hardware_name=hardware_name,
         ranks_per_node=ranks_per_node,
-        tokens=tokens,
+        holding=Holding(tokens, memory, sharding),
         column=column,
         global_batch=global_batch,
         steps=steps,

@@ -11,11 +11,12 @@ import typer
 
 from flexcp.cli.comparison import Setting
 from flexcp.cli.inputs import Batch, EpochBatches, Inputs, global_batches, read_inputs, refuse_too_long
+from flexcp.cli.memory import Holding
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import ConfigError, UnknownNameError
 from flexcp.core.model_shape import MODEL_SHAPES, ModelShape, model_shape
 from flexcp.core.plan import Mode
-from flexcp.cost import HARDWARE, cost_model, tokens_per_rank
+from flexcp.cost import HARDWARE, cost_model
 from flexcp.cost.calibration import hardware_at, is_calibration, read_calibration
 from flexcp.planner import MODES
 
@@ -35,15 +36,6 @@ HardwareName = Annotated[
     ),
 ]
 RanksPerNode = Annotated[int, typer.Option(help="Ranks that share the fast links.", rich_help_panel=CLUSTER)]
-TokensPerRank = Annotated[
-    int | None,
-    typer.Option(
-        "--tokens-per-rank",
-        help="Tokens one rank may hold at a time.",
-        show_default="from memory",
-        rich_help_panel=CLUSTER,
-    ),
-]
 Column = Annotated[
     str | None,
     typer.Option(help="Column or key of the lengths.", show_default="usual", rich_help_panel=BATCH),
@@ -93,7 +85,7 @@ def read_request(
     ranks: int,
     hardware_name: str,
     ranks_per_node: int,
-    tokens: int | None,
+    holding: Holding,
     column: str | None,
     global_batch: int,
     steps: int,
@@ -110,7 +102,7 @@ def read_request(
     """
     shape, device = model_shape(model), hardware_at(hardware_name)
     _refuse_below_one(ranks=ranks, global_batch=global_batch, steps=steps)
-    per_rank = tokens if tokens is not None else tokens_per_rank(shape, device, ranks)
+    per_rank, derived = holding.tokens_per_rank(shape, device, ranks)
     setting = Setting(Cluster(ranks, per_rank, ranks_per_node), cost_model(shape, device), _mode(mode))
     given = read_inputs(lengths, column)
     refuse_too_long(given, setting.cluster)
@@ -128,7 +120,11 @@ def read_request(
         "seed": seed,
         "mode": mode,
         "whole_below_tokens": setting.whole_below_tokens,
-        "notices": [*_notices(given, setting.cluster), *_extrapolated(hardware_name, shape, given, ranks)],
+        "notices": [
+            *derived,
+            *_notices(given, setting.cluster),
+            *_extrapolated(hardware_name, shape, given, ranks),
+        ],
     }
     return Request(shape, setting, given, batches, inputs)
 

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from flexcp.cli.memory import Holding, TokensPerRank
 from flexcp.cli.request import (
     BATCH,
     OUTPUT,
@@ -29,7 +30,6 @@ from flexcp.cli.request import (
     RanksPerNode,
     Request,
     Seed,
-    TokensPerRank,
     read_request,
 )
 from flexcp.core.errors import ConfigError, RankFailedError, UnknownNameError
@@ -132,7 +132,7 @@ def simulate(
         ranks=ranks,
         hardware_name=hardware_name,
         ranks_per_node=ranks_per_node,
-        tokens=tokens,
+        holding=Holding(tokens),
         column=column,
         global_batch=global_batch,
         steps=steps,

@@ -3,7 +3,7 @@
 Standard library and numpy only. It predicts; it never measures and never decides.
 """
 
-from flexcp.cost.memory import Sharding, tokens_per_rank
+from flexcp.cost.memory import Memory, Sharding, memory_model, tokens_per_rank
 from flexcp.cost.model import CostModel, Link, Load, cost_model
 from flexcp.cost.presets import HARDWARE, Hardware, hardware
 
@@ -13,8 +13,10 @@ __all__ = [
     "Hardware",
     "Link",
     "Load",
+    "Memory",
     "Sharding",
     "cost_model",
     "hardware",
+    "memory_model",
     "tokens_per_rank",
 ]

@@ -19,6 +19,7 @@ from flexcp.core.model_shape import ModelShape
 from flexcp.cost.fit import TERMS, fit_cost
 from flexcp.cost.flops import flops_per_pair, flops_per_token
 from flexcp.cost.measurements import Measurement
+from flexcp.cost.memory import memory_model
 from flexcp.cost.model import CostModel, Link, cost_model
 from flexcp.cost.presets import Hardware, hardware
 
@@ -26,6 +27,7 @@ CALIBRATION_SCHEMA = "flexcp.calibration/1"
 CLOCKS = ("cpu", "wall")
 
 _FAR = 4.0  # lengths beyond so many times the measured range are extrapolated
+_FAR_MEMORY = 2.0  # measured and counted memory that differ by more deserve a look
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,19 @@ class Calibration:
             sample_overhead_s=own["sample_s"] / shape.layers,
             element_bytes=setup.element_bytes,
             origin=f"Measured on {setup.date} with {self.measurements} tasks of {shape.name}.",
+            token_scale=self._token_scale,
         )
+
+    @property
+    def _token_scale(self) -> float:
+        """Measured over counted bytes of a token; 1 where memory was not seen to grow."""
+        setup = self.setup
+        if setup.memory_bytes_per_token is None:
+            return 1.0
+        counted = memory_model(
+            setup.model, 1, element_bytes=setup.element_bytes, checkpointing=setup.checkpointing
+        )
+        return setup.memory_bytes_per_token / counted.bytes_per_token
 
     @property
     def cost(self) -> CostModel:
@@ -153,6 +167,11 @@ class Calibration:
             found.append(
                 f"The calibration is of another model ({model.name}, {model.layers} layers x {model.hidden})"
                 ": its times are scaled by counted operations."
+            )
+        if not 1 / _FAR_MEMORY <= self._token_scale <= _FAR_MEMORY:
+            found.append(
+                f"A token was measured to take {self._token_scale:.1f} times the bytes that are counted for it: "
+                "tokens per rank follow the measurement."
             )
         return tuple(found)
 
@@ -282,7 +301,7 @@ class _Reader:
             raise self._wrong("setup.clock", clock, " or ".join(CLOCKS))
         per_token = self._at("setup.memory_bytes_per_token")
         if per_token is not None:
-            per_token = self._number("setup.memory_bytes_per_token")
+            per_token = self._number("setup.memory_bytes_per_token", positive=True)
         versions = self._at("setup.versions")
         if not isinstance(versions, dict):
             raise self._wrong("setup.versions", versions, "package names with versions")

@@ -36,6 +36,7 @@ from flexcp.runtime.transport import Transport
 
 _MESSAGE_BYTES = (1 << 12, 1 << 18, 1 << 20, 1 << 22)
 _MESSAGE_REPEATS = 9
+_LEAST_GROWTH_BYTES = 2**24  # below, the allocator's own ups and downs show
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +131,22 @@ class Bench:
         return time.perf_counter()
 
     def peak_bytes(self) -> int:
-        """The most memory that this process has held so far, on its device."""
+        """The most memory that this process has held so far: allocated on its device, or resident."""
         if self._world.device.type != "cpu":
             return int(torch.accelerator.max_memory_allocated())
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+        return _peak_resident_bytes()
+
+
+def _peak_resident_bytes() -> int:
+    """Of this program alone: what `getrusage` says on Linux includes the process that started it."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        lines = status.read_text(encoding="utf-8").splitlines()
+        for line in lines:
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _plan(cell: Cell, ranks: int) -> Plan:
@@ -185,15 +197,14 @@ def memory_bytes(world: World) -> int:
 
 
 def growth_per_token(tokens: Sequence[int], peaks: Sequence[int]) -> float | None:
-    """Bytes by which the peak grew per token, from the smaller half of the tasks to the largest.
+    """Bytes by which the peak grew per token, from the longest task but one to the longest.
 
-    None where it did not grow, so small tasks hid below what the process had held before.
+    None where it hardly grew: small tasks hide below what the process had held before.
 
-    >>> growth_per_token([100, 200, 400], [5000, 5000, 7000])
-    10.0
+    >>> growth_per_token([100, 200, 400], [5_000_000, 5_000_000, 45_000_000])
+    200000.0
     """
     if len(tokens) < 2:
         return None
-    base = max(0, len(tokens) - 2)
-    growth = peaks[-1] - peaks[base]
-    return growth / (tokens[-1] - tokens[base]) if growth > 0 else None
+    growth = peaks[-1] - peaks[-2]
+    return growth / (tokens[-1] - tokens[-2]) if growth > _LEAST_GROWTH_BYTES else None
