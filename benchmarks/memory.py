@@ -2,11 +2,11 @@
 
     python benchmarks/memory.py
 
-Each case trains two steps of two full packs a rank in fresh processes; the peak is the largest resident
-memory of a rank (VmHWM of Linux). Predicted is what the process holds after a step of a tiny model, plus
-M(s). Every case runs twice: with an allocator that returns what is freed, as those of accelerators count it,
-and with glibc's as it is, which keeps some; there M(s) is scaled by the growth between the two smaller sizes,
-as a calibration is. Writes benchmarks/results/memory.md.
+Each case is a training run in fresh processes: two steps of two full packs a rank, then the same with larger
+packs; the peak is the largest resident memory of a rank (VmHWM of Linux). Predicted is what the process holds
+after a step of a tiny model, plus M(s). Every case runs twice: with an allocator that returns what is freed,
+as those of accelerators count it, and with glibc's as it is, which keeps some; there M(s) is scaled by the
+growth between the two smaller sizes, as a calibration is. Writes benchmarks/results/memory.md.
 """
 
 from __future__ import annotations
@@ -41,28 +41,26 @@ MODEL = {
     "intermediate_size": 768,
 }
 TINY = MODEL | {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32}
-SIZES = (768, 1536, 3072)
+SIZES = (512, 1024, 2048)
 RETURNED = "65536"  # larger pieces go back to the system at once
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run: `tokens` a rank and pack; `cut` puts one sample of all ranks' tokens into a pack."""
+    """One run; `cut` puts one sample of all ranks' tokens into a pack."""
 
-    tokens: int = 0
     ranks: int = 1
     sharding: str = "fsdp2"
     checkpointing: bool = False
     dtype: str = "fp32"
     cut: bool = False
 
-    @property
-    def lengths(self):
+    def lengths(self, tokens):
         """Samples of one step: two packs for every rank."""
-        return [self.tokens * self.ranks] * 2 if self.cut else [self.tokens] * 2 * self.ranks
+        return [tokens * self.ranks] * 2 if self.cut else [tokens] * 2 * self.ranks
 
 
-KINDS = (
+CASES = (
     Case(),
     Case(sharding="ddp"),
     Case(dtype="bf16"),
@@ -89,8 +87,8 @@ def resident_bytes(which):
     return 1024 * int(re.search(rf"{which}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
-def train(world, case, model_options):
-    """Two steps of a model of random weights; its shape."""
+def train(world, case, model_options, sizes):
+    """Two steps of every size with a model of random weights; the peaks in bytes, and its shape."""
     config = Qwen3Config(**model_options, tie_word_embeddings=True)
     run = RunSection(seed=SEED, gradient_checkpointing=case.checkpointing)
     model = build_model(config, run, world.device)
@@ -100,40 +98,31 @@ def train(world, case, model_options):
     )
     optimizer = torch.optim.AdamW(model.parameters())
     shape = flexcp.transformers.shape_of(config)
-    # Long samples are cut and short ones are not, whatever it costs: memory is the subject.
-    cluster = flexcp.Cluster(world.size, case.tokens)
-    planner = flexcp.Planner(cluster, flexcp.cost_model(shape, flexcp.hardware("h100")))
-    data = Counting(case.lengths, config.vocab_size)
-    with (
-        flexcp.transformers.enable(model),
-        flexcp.Engine(model, optimizer, planner, data, global_batch=len(data), steps=2) as engine,
-    ):
-        for step in engine:
-            for micro in step:
-                step.backward(model(**micro.inputs), micro)
-            step.finish()
-    return shape
+    cost = flexcp.cost_model(shape, flexcp.hardware("h100"))
+    peaks = []
+    for tokens in sizes:
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+        planner = flexcp.Planner(flexcp.Cluster(world.size, tokens), cost)
+        data = Counting(case.lengths(tokens), config.vocab_size)
+        with (
+            flexcp.transformers.enable(model),
+            flexcp.Engine(model, optimizer, planner, data, global_batch=len(data), steps=2) as engine,
+        ):
+            for step in engine:
+                for micro in step:
+                    step.backward(model(**micro.inputs), micro)
+                step.finish()
+        peaks.append(resident_bytes("VmHWM"))
+    return peaks, shape
 
 
 def measure(world, case):
-    """Bytes after a tiny model, and at the peak of the case; the shape of its model."""
+    """Bytes after a tiny model, the peaks of the case, and the shape of its model."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    train(world, Case(64, world.size, case.sharding), TINY)
+    train(world, replace(case, dtype="fp32", checkpointing=False), TINY, (64,))
     base = resident_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
-    shape = train(world, case, MODEL)
-    return base, resident_bytes("VmHWM"), shape
-
-
-def run(case, threshold):
-    """Bytes before and at the peak, of the rank that needs most; M(s) without the calibration."""
-    os.environ.pop("MALLOC_MMAP_THRESHOLD_", None)
-    if threshold:
-        os.environ["MALLOC_MMAP_THRESHOLD_"] = threshold
-    found = flexcp.launch(measure, case.ranks, (case,))
-    base, peak, shape = max(found, key=lambda of: of[1])
-    return base, peak, memory(case, shape), shape
+    return base, *train(world, case, MODEL, SIZES)
 
 
 def memory(case, shape, token_scale=1.0):
@@ -148,20 +137,21 @@ def memory(case, shape, token_scale=1.0):
     )
 
 
-def rows(kind, threshold):
-    """Lines of the table for the three sizes of a kind, and the relative errors."""
-    cases = [replace(kind, tokens=tokens) for tokens in SIZES]
-    runs = [run(case, threshold) for case in cases]
-    scale = 1.0
-    if not threshold:
-        growth = (runs[1][1] - runs[0][1]) / (SIZES[1] - SIZES[0])
-        scale = growth / runs[0][2].bytes_per_token
+def rows(case, threshold):
+    """Lines of the table for the sizes of a case, and the relative errors."""
+    os.environ.pop("MALLOC_MMAP_THRESHOLD_", None)
+    if threshold:
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = threshold
+    found = flexcp.launch(measure, case.ranks, (case,))
+    base, peaks, shape = max(found, key=lambda of: of[1][-1])
+    growth = (peaks[1] - peaks[0]) / (SIZES[1] - SIZES[0])
+    scale = 1.0 if threshold else growth / memory(case, shape).bytes_per_token
+    model = memory(case, shape, scale)
     lines, errors = [], []
-    for case, (base, peak, _, shape) in zip(cases, runs, strict=True):
-        model = memory(case, shape, scale)
-        predicted = base + model.peak_bytes(case.tokens)
+    for tokens, peak in zip(SIZES, peaks, strict=True):
+        predicted = base + model.peak_bytes(tokens)
         errors.append(predicted / peak - 1)
-        cells = [case.ranks, case.sharding, case.dtype, "yes" if case.checkpointing else "no", case.tokens]
+        cells = [case.ranks, case.sharding, case.dtype, "yes" if case.checkpointing else "no", tokens]
         cells += [f"{base / MB:.0f}", f"{model.states_bytes / MB:.0f}", f"{scale:.2f}"]
         cells += [f"{predicted / MB:.0f}", f"{peak / MB:.0f}", f"{errors[-1]:+.1%}"]
         print(cells, flush=True)
@@ -170,10 +160,10 @@ def rows(kind, threshold):
 
 
 def table(threshold):
-    """A table of all kinds, with what to say of its errors."""
+    """A table of all cases, with what to say of its errors."""
     lines, errors = [], []
-    for kind in KINDS:
-        more, found = rows(kind, threshold)
+    for case in CASES:
+        more, found = rows(case, threshold)
         lines += more
         errors += found
     sizes = [abs(error) for error in errors]
@@ -192,13 +182,13 @@ def main():
     page = [
         "# Memory: predicted and measured peaks of training ranks",
         "",
-        f"`python benchmarks/memory.py`, seed {SEED}; flexcp {flexcp.__version__}, torch {torch.__version__},",
-        f"transformers {transformers.__version__}, Python {platform.python_version()},",
-        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores.",
+        f"`python benchmarks/memory.py`, seed {SEED}; flexcp {flexcp.__version__},",
+        f"torch {torch.__version__}, transformers {transformers.__version__},",
+        f"Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores.",
         "",
-        "A Qwen3 of 12 layers x 256, vocabulary 8192, AdamW; two packs a rank and step, two steps. On two",
-        "ranks every pack is one sample, cut over both. MB, the rank that needs most. *Before* is the process",
-        "after a step of a tiny model; predicted = before + M(s).",
+        "A Qwen3 of 12 layers x 256, vocabulary 8192, AdamW; two packs a rank and step. On two ranks every",
+        "pack is one sample, cut over both. MB, the rank that needs most. *Before* is the process after a",
+        "step of a tiny model; predicted = before + M(s).",
         "",
         "## Freed memory returned, as on an accelerator",
         "",

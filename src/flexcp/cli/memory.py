@@ -47,6 +47,7 @@ ShardingName = Annotated[
     ),
 ]
 
+
 @dataclass(frozen=True, slots=True)
 class Holding:
     """The options above; None where one was not given."""
@@ -77,11 +78,12 @@ class Holding:
             sharding=sharding,
             token_scale=hardware.token_scale,
         )
-        return tokens, [
+        note = (
             f"{tokens:,} tokens a rank from {hardware.memory_bytes / 1e9:.1f} GB: "
             f"{model.states_bytes / 1e9:.1f} GB weights, gradients and optimizer ({sharding}), "
             f"{model.peak_bytes(tokens) / 1e9:.1f} GB at the peak, with activation checkpointing."
-        ]
+        )
+        return tokens, [note]
 
     def _refuse_beside_tokens(self) -> None:
         for name in ("memory", "sharding"):
@@ -106,7 +108,8 @@ def parse_bytes(text: str, option: str) -> int:
     size = int(float(found[1]) * unit) if found and unit else 0
     if size < 1:
         raise ConfigError(
-            f"{option} {text!r} is not a size", "A number and B, KB, MB, GB, TB, or KiB, MiB, GiB, TiB: 64GiB."
+            f"{option} {text!r} is not a size",
+            "A number and B, KB, MB, GB, TB, or KiB, MiB, GiB, TiB: 64GiB.",
         )
     return size
 

@@ -10,8 +10,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from flexcp.cli.imported import import_tasks, show_attention
 from flexcp.core.errors import ConfigError, MissingExtraError
 from flexcp.cost.calibration import Calibration, is_calibration
+from flexcp.cost.measurements import is_attention_table
 
 _MEANING = {
     "pair_s": "one attended pair",
@@ -23,24 +25,47 @@ _MEANING = {
 
 
 def profile(
-    out: Annotated[Path, typer.Option(help="File to write, .json.")],
+    out: Annotated[
+        Path | None, typer.Option(help="File to write, .json.", show_default="required to measure")
+    ] = None,
     nproc: Annotated[int, typer.Option(min=2, help="Local ranks; torchrun knows better.")] = 2,
     config: Annotated[
         Path | None, typer.Option(help="Run file whose model to measure.", show_default="a small Qwen3")
     ] = None,
     longest: Annotated[int, typer.Option(min=64, help="Tokens of the longest sample.")] = 4096,
     seconds: Annotated[int, typer.Option(min=5, help="Time to spend.")] = 90,
+    table: Annotated[
+        Path | None,
+        typer.Option("--import", help="CSV of task or attention times to fit instead of measuring."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model of the imported tasks.")] = None,
+    hardware_name: Annotated[
+        str, typer.Option("--hardware", help="Preset that ran the imported tasks.")
+    ] = "h100",
     as_json: Annotated[bool, typer.Option("--json", help="Print the file instead of a table.")] = False,
 ) -> None:
     """Measure this machine, for plans that follow its real times.
 
     Runs forward and backward of the model over lengths, samples and degrees, and fits the time formula.
     """
+    if table is not None and is_attention_table(table):
+        if out is not None:
+            raise ConfigError(
+                f"{table} holds attention times, which alone make no calibration",
+                "Leave --out away to see how well they are predicted.",
+            )
+        show_attention(table, Console())
+        return
+    if out is None:
+        raise ConfigError("--out is missing", "Name the file to write: --out calibration.json.")
     if not is_calibration(out.name):
         raise ConfigError(f"--out {out} is not a .json file", "Calibrations are JSON.")
     if not out.parent.is_dir():
         raise ConfigError(f"the folder of --out {out} does not exist", "Make it, or name another one.")
-    calibration = _measured(config, nproc, longest, seconds, shown=not as_json)
+    if table is not None:
+        calibration: Calibration | None = import_tasks(table, model, hardware_name)
+    else:
+        calibration = _measured(config, nproc, longest, seconds, shown=not as_json)
     if calibration is None:  # another rank of torchrun writes
         return
     out.write_text(calibration.to_json(), encoding="utf-8")
@@ -76,6 +101,8 @@ def _show(calibration: Calibration, out: Path, console: Console) -> None:
         table.add_row(meaning, _seconds(calibration.coefficients[term]), f"± {calibration.spreads[term]:.0%}")
     table.add_row("one message of a ring", _seconds(setup.link.latency_s), "")
     table.add_row("one more megabyte in it", _seconds(1e6 / setup.link.bytes_per_s), "")
+    if setup.memory_bytes_per_token is not None:
+        table.add_row("memory of one token", f"{setup.memory_bytes_per_token / 1e3:,.0f} kB", "")
     console.print(table)
     fewest, most = calibration.tokens
     console.print(

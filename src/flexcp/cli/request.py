@@ -123,7 +123,7 @@ def read_request(
         "notices": [
             *derived,
             *_notices(given, setting.cluster),
-            *_extrapolated(hardware_name, shape, given, ranks),
+            *_extrapolated(hardware_name, shape, given, setting.cluster),
         ],
     }
     return Request(shape, setting, given, batches, inputs)
@@ -152,8 +152,10 @@ def _notices(given: Inputs, cluster: Cluster) -> list[str]:
     return [*given.notices, node]
 
 
-def _extrapolated(name: str, shape: ModelShape, given: Inputs, ranks: int) -> tuple[str, ...]:
+def _extrapolated(name: str, shape: ModelShape, given: Inputs, cluster: Cluster) -> tuple[str, ...]:
     """What a calibration did not see of what is planned; presets say nothing."""
     if not is_calibration(name):
         return ()
-    return read_calibration(Path(name)).notices(shape, int(given.lengths.max()), ranks)
+    crosses = cluster.ranks > cluster.ranks_per_node
+    calibration, longest = read_calibration(Path(name)), int(given.lengths.max())
+    return calibration.notices(shape, longest, cluster.ranks, crosses_nodes=crosses)

@@ -2,10 +2,11 @@
 
 One layer takes, with the heads over tp ranks and the rows over cp::
 
-    T = pair_s * pairs / (tp * cp) + document_s * documents + fixed_s[cp]
+    T = pair_s * pairs / (tp * cp) + token_s * tokens / tp + document_s * documents + fixed_s[cp]
 
-The term per document and the constant are what a plain c * sum(L^2) lacks: on packs of many short documents
-they are up to a fifth of the time.
+What a plain c * sum(L^2) lacks: every rank of a ring reads all keys and values of its heads (tokens / tp), a
+document fills its last tile in part, and a call takes its time. On packs of many short documents the latter
+two are up to a fifth of the time; on single documents of 512 to 8192 tokens the first is up to a half.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class AttentionFit:
     """Coefficients, and how well they predict packs that they were not fitted on.
 
     Attributes:
-        pair_s, document_s: seconds per attended pair and per document, one layer.
+        pair_s, token_s, document_s: seconds per attended pair, per token and per document, one layer.
         fixed_s: cp to seconds that a call takes however small it is.
         seed: of the split of the packs.
         fitted_packs, unseen_packs: different packs in each half.
@@ -37,6 +38,7 @@ class AttentionFit:
     """
 
     pair_s: float
+    token_s: float
     document_s: float
     fixed_s: dict[int, float]
     seed: int
@@ -54,7 +56,8 @@ class AttentionFit:
         """
         if cp not in self.fixed_s:
             raise InputError(f"cp {cp} was not measured", f"Measured: {', '.join(map(str, self.fixed_s))}.")
-        return self.pair_s * _pairs(lengths) / (tp * cp) + self.document_s * len(lengths) + self.fixed_s[cp]
+        shared_s = self.pair_s * _pairs(lengths) / (tp * cp) + self.token_s * sum(lengths) / tp
+        return shared_s + self.document_s * len(lengths) + self.fixed_s[cp]
 
 
 def fit_attention(rows: Sequence[AttentionTime], *, seed: int = 0) -> AttentionFit:
@@ -87,8 +90,9 @@ def fit_attention(rows: Sequence[AttentionTime], *, seed: int = 0) -> AttentionF
     errors = np.abs(columns[~known] @ values / seconds[~known] - 1)
     return AttentionFit(
         pair_s=float(values[0]),
-        document_s=float(values[1]),
-        fixed_s={cp: float(value) for cp, value in zip(degrees, values[2:], strict=True)},
+        token_s=float(values[1]),
+        document_s=float(values[2]),
+        fixed_s={cp: float(value) for cp, value in zip(degrees, values[3:], strict=True)},
         seed=seed,
         fitted_packs=len(fitted),
         unseen_packs=len(packs) - len(fitted),
@@ -100,7 +104,12 @@ def fit_attention(rows: Sequence[AttentionTime], *, seed: int = 0) -> AttentionF
 
 def _columns(rows: Sequence[AttentionTime], degrees: Sequence[int]) -> Array:
     table = [
-        [_pairs(row.lengths) / (row.tp * row.cp), len(row.lengths), *(row.cp == cp for cp in degrees)]
+        [
+            _pairs(row.lengths) / (row.tp * row.cp),
+            sum(row.lengths) / row.tp,
+            len(row.lengths),
+            *(row.cp == cp for cp in degrees),
+        ]
         for row in rows
     ]
     return np.array(table, dtype=np.float64)

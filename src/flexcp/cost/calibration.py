@@ -8,7 +8,6 @@ counts scale them to other models.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from flexcp.core.errors import InputError
 from flexcp.core.model_shape import ModelShape
+from flexcp.cost.fields import JsonFields
 from flexcp.cost.fit import TERMS, fit_cost
 from flexcp.cost.flops import flops_per_pair, flops_per_token
 from flexcp.cost.measurements import Measurement
@@ -23,7 +23,7 @@ from flexcp.cost.memory import memory_model
 from flexcp.cost.model import CostModel, Link, cost_model
 from flexcp.cost.presets import Hardware, hardware
 
-CALIBRATION_SCHEMA = "flexcp.calibration/1"
+CALIBRATION_SCHEMA = "flexcp.calibration/2"
 CLOCKS = ("cpu", "wall")
 
 _FAR = 4.0  # lengths beyond so many times the measured range are extrapolated
@@ -42,9 +42,10 @@ class Setup:
         model: what was run.
         checkpointing: whether its layers were recomputed in the backward pass.
         element_bytes: bytes of an activation.
-        link: one direction between neighbours of a ring, measured in the same clock.
+        link: one direction between neighbours of a node, measured in the same clock.
         memory_bytes: memory of one rank.
         memory_bytes_per_token: by how much peak memory grew with a token; None where it was not seen to grow.
+        inter_link: the same as `link` between nodes; None where all ranks were in one.
     """
 
     device: str
@@ -57,6 +58,7 @@ class Setup:
     link: Link
     memory_bytes: int
     memory_bytes_per_token: float | None = None
+    inter_link: Link | None = None
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,13 @@ class Calibration:
         """The machine as `cost.cost_model` and `cost.tokens_per_rank` take it.
 
         Efficiencies are 1 with rates that were reached: `flops_per_s` outside of attention, and attention
-        in proportion to it. Links between nodes are taken to be like those inside.
+        in proportion to it. Where no link between nodes was measured, a preset's stands in, unless the one
+        inside is slower.
         """
         setup, shape, own = self.setup, self.setup.model, self.coefficients
         passes = 3 if setup.checkpointing else 2
+        preset = self._preset
+        inter = setup.inter_link or Link(preset.inter_bytes_per_s, preset.inter_latency_s)
         rate = flops_per_token(shape, checkpointing=setup.checkpointing) / own["token_s"]
         pair_rate = flops_per_pair(shape, checkpointing=setup.checkpointing) / own["pair_s"]
         return Hardware(
@@ -105,8 +110,8 @@ class Calibration:
             memory_bytes=setup.memory_bytes,
             intra_bytes_per_s=setup.link.bytes_per_s,
             intra_latency_s=setup.link.latency_s,
-            inter_bytes_per_s=setup.link.bytes_per_s,
-            inter_latency_s=setup.link.latency_s,
+            inter_bytes_per_s=min(inter.bytes_per_s, setup.link.bytes_per_s),
+            inter_latency_s=max(inter.latency_s, setup.link.latency_s),
             pack_overhead_s=own["pack_s"] / shape.layers,
             ring_step_overhead_s=own["ring_step_s"] / (shape.layers * passes),
             sample_overhead_s=own["sample_s"] / shape.layers,
@@ -114,6 +119,11 @@ class Calibration:
             origin=f"Measured on {setup.date} with {self.measurements} tasks of {shape.name}.",
             token_scale=self._token_scale,
         )
+
+    @property
+    def _preset(self) -> Hardware:
+        """Where links between nodes are taken from that nobody measured."""
+        return hardware("cpu" if self.setup.clock == "cpu" else "h100")
 
     @property
     def _token_scale(self) -> float:
@@ -143,13 +153,16 @@ class Calibration:
                 "Run flexcp profile on this machine.",
             )
 
-    def notices(self, shape: ModelShape, longest_tokens: int, max_degree: int) -> tuple[str, ...]:
+    def notices(
+        self, shape: ModelShape, longest_tokens: int, max_degree: int, *, crosses_nodes: bool = False
+    ) -> tuple[str, ...]:
         """What the user should know before times are predicted far from what was measured.
 
         Args:
             shape: the model to plan for.
             longest_tokens: the longest sample.
             max_degree: the widest group that can occur.
+            crosses_nodes: whether a group may have ranks of several nodes.
         """
         found = []
         model = self.setup.model
@@ -163,6 +176,11 @@ class Calibration:
                 f"Groups may have {max_degree} ranks, the calibration saw {max(self.degrees)}: "
                 "times of wide groups are extrapolated."
             )
+        if crosses_nodes and self.setup.inter_link is None:
+            found.append(
+                "The calibration was measured inside one node: links between nodes are those of the preset "
+                f"{self._preset.name}."
+            )
         if replace(shape, name=model.name) != model:
             found.append(
                 f"The calibration is of another model ({model.name}, {model.layers} layers x {model.hidden})"
@@ -170,7 +188,7 @@ class Calibration:
             )
         if not 1 / _FAR_MEMORY <= self._token_scale <= _FAR_MEMORY:
             found.append(
-                f"A token was measured to take {self._token_scale:.1f} times the bytes that are counted for it: "
+                f"A token was measured to take {self._token_scale:.1f} times the bytes that are counted: "
                 "tokens per rank follow the measurement."
             )
         return tuple(found)
@@ -270,55 +288,54 @@ def _unfitted(setup: Setup) -> CostModel:
     return blank.cost
 
 
-class _Reader:
+class _Reader(JsonFields):
     """Takes a calibration out of JSON, field by field."""
 
-    def __init__(self, raw: dict[str, Any], source: str) -> None:
-        self._raw, self._source = raw, source
-
     def calibration(self) -> Calibration:
-        tokens = self._counts("tokens", 1)
+        tokens = self.counts("tokens", 1)
         if len(tokens) != 2:
-            raise self._wrong("tokens", list(tokens), "two whole numbers, fewest and most")
+            raise self.wrong("tokens", list(tokens), "two whole numbers, fewest and most")
         return Calibration(
             setup=self._setup(),
             coefficients={
-                term: self._number(f"coefficients.{term}", positive=term in TERMS[:2]) for term in TERMS
+                term: self.number(f"coefficients.{term}", positive=term in TERMS[:2]) for term in TERMS
             },
-            spreads={term: self._number(f"spreads.{term}") for term in TERMS},
-            error_mean=self._number("error_mean"),
-            error_max=self._number("error_max"),
-            measurements=self._count("measurements", 1),
+            spreads={term: self.number(f"spreads.{term}") for term in TERMS},
+            error_mean=self.number("error_mean"),
+            error_max=self.number("error_max"),
+            measurements=self.count("measurements", 1),
             tokens=(tokens[0], tokens[1]),
-            longest_tokens=self._count("longest_tokens", 1),
-            degrees=self._counts("degrees", 1),
-            outliers=tuple(self._text(f"outliers.{index}") for index in range(len(self._list("outliers")))),
+            longest_tokens=self.count("longest_tokens", 1),
+            degrees=self.counts("degrees", 1),
+            outliers=tuple(self.text(f"outliers.{index}") for index in range(len(self.items("outliers")))),
         )
 
     def _setup(self) -> Setup:
-        clock = self._text("setup.clock")
+        clock = self.text("setup.clock")
         if clock not in CLOCKS:
-            raise self._wrong("setup.clock", clock, " or ".join(CLOCKS))
-        per_token = self._at("setup.memory_bytes_per_token")
+            raise self.wrong("setup.clock", clock, " or ".join(CLOCKS))
+        per_token = self.at("setup.memory_bytes_per_token")
         if per_token is not None:
-            per_token = self._number("setup.memory_bytes_per_token", positive=True)
-        versions = self._at("setup.versions")
+            per_token = self.number("setup.memory_bytes_per_token", positive=True)
+        versions = self.at("setup.versions")
         if not isinstance(versions, dict):
-            raise self._wrong("setup.versions", versions, "package names with versions")
+            raise self.wrong("setup.versions", versions, "package names with versions")
         return Setup(
-            device=self._text("setup.device"),
+            device=self.text("setup.device"),
             clock=clock,
-            date=self._text("setup.date"),
+            date=self.text("setup.date"),
             versions={name: str(version) for name, version in versions.items()},
             model=self._model(),
-            checkpointing=self._flag("setup.checkpointing"),
-            element_bytes=self._count("setup.element_bytes", 1),
-            link=Link(
-                self._number("setup.link.bytes_per_s", positive=True), self._number("setup.link.latency_s")
-            ),
-            memory_bytes=self._count("setup.memory_bytes", 1),
+            checkpointing=self.flag("setup.checkpointing"),
+            element_bytes=self.count("setup.element_bytes", 1),
+            link=self._link("setup.link"),
+            memory_bytes=self.count("setup.memory_bytes", 1),
             memory_bytes_per_token=per_token,
+            inter_link=None if self.at("setup.inter_link") is None else self._link("setup.inter_link"),
         )
+
+    def _link(self, name: str) -> Link:
+        return Link(self.number(f"{name}.bytes_per_s", positive=True), self.number(f"{name}.latency_s"))
 
     def _model(self) -> ModelShape:
         """Names as they are, `tied` a flag, all others counts."""
@@ -326,61 +343,9 @@ class _Reader:
         for field in fields(ModelShape):
             name = f"setup.model.{field.name}"
             if field.name == "name":
-                values["name"] = self._text(name)
+                values["name"] = self.text(name)
             elif field.name == "tied":
-                values["tied"] = self._flag(name)
+                values["tied"] = self.flag(name)
             else:
-                values[field.name] = self._count(name, 0 if field.name == "extra_parameters" else 1)
+                values[field.name] = self.count(name, 0 if field.name == "extra_parameters" else 1)
         return ModelShape(**values)
-
-    def _at(self, name: str) -> Any:
-        value: Any = self._raw
-        for part in name.split("."):
-            try:
-                value = value[int(part)] if isinstance(value, list) else value[part]
-            except (KeyError, TypeError):
-                raise InputError(
-                    f"{self._source}: {name} is missing",
-                    "It may have been cut off; run flexcp profile again.",
-                ) from None
-        return value
-
-    def _number(self, name: str, *, positive: bool = False) -> float:
-        value = self._at(name)
-        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not good or value < 0 or (positive and value == 0):
-            raise self._wrong(name, value, "a finite number " + ("above 0" if positive else "of 0 or more"))
-        return float(value)
-
-    def _count(self, name: str, least: int) -> int:
-        value = self._at(name)
-        if type(value) is not int or value < least:
-            raise self._wrong(name, value, f"a whole number, at least {least}")
-        return value
-
-    def _counts(self, name: str, least: int) -> tuple[int, ...]:
-        count = len(self._list(name))
-        if not count:
-            raise self._wrong(name, [], "a list that holds something")
-        return tuple(self._count(f"{name}.{index}", least) for index in range(count))
-
-    def _list(self, name: str) -> list[Any]:
-        value = self._at(name)
-        if not isinstance(value, list):
-            raise self._wrong(name, value, "a list")
-        return value
-
-    def _text(self, name: str) -> str:
-        value = self._at(name)
-        if not isinstance(value, str) or not value:
-            raise self._wrong(name, value, "a text")
-        return value
-
-    def _flag(self, name: str) -> bool:
-        value = self._at(name)
-        if not isinstance(value, bool):
-            raise self._wrong(name, value, "true or false")
-        return value
-
-    def _wrong(self, name: str, value: object, wanted: str) -> InputError:
-        return InputError(f"{self._source}: {name} is {value!r}", f"It must be {wanted}.")

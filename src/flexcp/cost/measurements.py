@@ -34,6 +34,8 @@ class Measurement:
 
 _LOAD_COLUMNS = tuple(field.name for field in fields(Load))
 COLUMNS = (*_LOAD_COLUMNS, "degree", "seconds")
+PACK_COLUMNS = ("tp", "cp", "real_attn_time_ms", "batch")
+DOCUMENT_COLUMNS = ("tp", "cp", "duration_per_doc", "L")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +94,35 @@ def check_seconds(seconds: float, place: str) -> None:
         raise InputError(f"{place}: a time of {seconds} s", "Measured times are finite and above 0.")
 
 
-def read_distca(path: Path) -> tuple[AttentionTime, ...]:
-    """Attention times in the table of hao-ai-lab/DistCA: `|` between columns, lengths as a JSON list.
+def read_attention_times(path: Path) -> tuple[AttentionTime, ...]:
+    """Attention times in the tables of hao-ai-lab/DistCA; the first line tells which.
 
-    Columns used: `tp`, `cp`, `real_attn_time_ms`, `batch`; others may be there.
+    Packs: `tp|cp|real_attn_time_ms|batch`, lengths as a JSON list. Single documents:
+    `L,cp,tp,duration_per_doc` in ms. Other columns may be there.
 
     Raises:
         InputError: no such file, a missing column, or a value that is not one; file and row are named.
     """
+    packs = "|" in _lines(path)[0]
+    columns = PACK_COLUMNS if packs else DOCUMENT_COLUMNS
     rows = []
-    for place, row in _rows(path, "|", ("tp", "cp", "real_attn_time_ms", "batch")):
-        seconds = _number(row["real_attn_time_ms"], "real_attn_time_ms", place) / 1e3
+    for place, row in _rows(path, "|" if packs else ",", columns):
+        seconds = _number(row[columns[2]], columns[2], place) / 1e3
         check_seconds(seconds, place)
         tp, cp = (_positive(row[name], name, place) for name in ("tp", "cp"))
-        rows.append(AttentionTime(_lengths(row["batch"], place), tp, cp, seconds))
+        lengths = _lengths(row["batch"], place) if packs else (_positive(row["L"], "L", place),)
+        rows.append(AttentionTime(lengths, tp, cp, seconds))
     return tuple(rows)
+
+
+def is_attention_table(path: Path) -> bool:
+    """Whether the first line of a table names the columns of `read_attention_times`.
+
+    Raises:
+        InputError: no such file.
+    """
+    header = {name.strip() for name in _lines(path)[0].replace("|", ",").split(",")}
+    return header >= set(PACK_COLUMNS) or header >= set(DOCUMENT_COLUMNS)
 
 
 def _lengths(text: str, place: str) -> tuple[int, ...]:
@@ -121,11 +137,7 @@ def _lengths(text: str, place: str) -> tuple[int, ...]:
 
 def _rows(path: Path, delimiter: str, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
     """Place and values of every row; at least one."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}", "Give a table of measurements.") from error
-    reader = csv.DictReader(lines, delimiter=delimiter)
+    reader = csv.DictReader(_lines(path), delimiter=delimiter)
     missing = [name for name in columns if name not in (reader.fieldnames or ())]
     if missing:
         raise InputError(
@@ -140,6 +152,14 @@ def _rows(path: Path, delimiter: str, columns: Sequence[str]) -> Iterator[tuple[
         yield place, row
     if not number:
         raise InputError(f"{path} holds no measurement", "Give at least a few of different sizes.")
+
+
+def _lines(path: Path) -> list[str]:
+    """Of a file, at least one."""
+    try:
+        return path.read_text(encoding="utf-8").splitlines() or [""]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}", "Give a table of measurements.") from error
 
 
 def _seconds(row: dict[str, str], place: str) -> float:

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +41,38 @@ _LEAST_GROWTH_BYTES = 2**24  # below, the allocator's own ups and downs show
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A kind of task: `samples` sequences of about equal length, `tokens` in all, on groups of `degree`."""
+    """A kind of task: `samples` sequences of about equal length, `tokens` in all, on groups of `degree`.
+
+    Attributes:
+        spans: the middle half of every sample attends both ways, as an image would.
+        whole: samples are not cut, so each stays on one rank of its group.
+    """
 
     tokens: int
     samples: int
     degree: int
+    spans: bool = False
+    whole: bool = False
 
     @property
     def sequences(self) -> tuple[Sample, ...]:
         """The samples of one pack; lengths differ by one at most."""
         share, rest = divmod(self.tokens, self.samples)
-        return tuple(Sample(index, share + (index < rest)) for index in range(self.samples))
+        lengths = [share + (index < rest) for index in range(self.samples)]
+        return tuple(
+            Sample(index, tokens, ((tokens // 4, tokens - tokens // 4),) if self.spans else ())
+            for index, tokens in enumerate(lengths)
+        )
+
+    @property
+    def whole_below_tokens(self) -> int:
+        """Shorter samples are not cut: none of them, or all."""
+        return self.tokens + 1 if self.whole else 0
 
     @property
     def load(self) -> Load:
-        """What the time formula sees of it: every sample is cut."""
-        return sum((Load.of(sample, 0) for sample in self.sequences), Load())
+        """What the time formula sees of it."""
+        return sum((Load.of(sample, self.whole_below_tokens) for sample in self.sequences), Load())
 
 
 class Bench:
@@ -102,15 +118,22 @@ class Bench:
         self._model.zero_grad(set_to_none=False)
         return seconds
 
-    def link(self) -> Link:
-        """Bandwidth and latency of messages to the next rank, by the transport of the rings."""
-        medians = [self._message_s(size) for size in _MESSAGE_BYTES]
+    def link(self, *, across: bool = False) -> Link:
+        """Bandwidth and latency of messages by the transport of the rings.
+
+        To the next rank of the node, or to the same place in the next node.
+        """
+        medians = [self._message_s(size, across) for size in _MESSAGE_BYTES]
         return fit_link(_MESSAGE_BYTES, medians)
 
-    def _message_s(self, message_bytes: int) -> float:
-        ranks = range(self._world.size)
+    def _message_s(self, message_bytes: int, across: bool) -> float:
+        rank, local = self._world.rank, self._world.local_size
+        ranks, node = range(self._world.size), rank // local * local
         exchange = self._transport.exchange(ranks)
-        following, previous = (exchange.member + 1) % len(ranks), (exchange.member - 1) % len(ranks)
+        if across:
+            following, previous = (rank + local) % len(ranks), (rank - local) % len(ranks)
+        else:
+            following, previous = (node + (rank - node + step) % local for step in (1, -1))
         leaving = torch.zeros(message_bytes, dtype=torch.uint8, device=self._world.device)
         arriving = torch.empty_like(leaving)
         times = []
@@ -158,7 +181,7 @@ def _plan(cell: Cell, ranks: int) -> Plan:
         )
     pack = cell.sequences
     samples = tuple(
-        Sample(group * len(pack) + sample.id, sample.tokens) for group in range(groups) for sample in pack
+        replace(sample, id=group * len(pack) + sample.id) for group in range(groups) for sample in pack
     )
     tasks = tuple(
         Task(
@@ -170,7 +193,8 @@ def _plan(cell: Cell, ranks: int) -> Plan:
         )
         for group in range(groups)
     )
-    return Plan("profile", "free-running", Cluster(ranks, cell.tokens), 0, samples, tasks, 0.0)
+    cluster = Cluster(ranks, cell.tokens)
+    return Plan("profile", "free-running", cluster, cell.whole_below_tokens, samples, tasks, 0.0)
 
 
 def device_name(device: torch.device) -> str:

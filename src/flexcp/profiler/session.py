@@ -23,8 +23,10 @@ from flexcp.runtime.launch import World
 Progress = Callable[[str, float], None]
 
 _SHORTEST_TOKENS = 32
-_SAMPLES = (1, 4)
-_FIRST_PASS_SHARE = 0.15  # of the budget: leaves time to repeat what the first pass reached five times
+_SAMPLES = (1, 4, 16)
+_FEWEST_SAMPLE_TOKENS = 8
+_SPANS_FROM_TOKENS = 512  # in shorter samples attention hardly shows
+_FIRST_PASS_SHARE = 0.2  # of the budget: leaves time to repeat what the first pass reached
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 15
 
 
@@ -72,7 +74,9 @@ def profile(
         raise InputError("one rank has no ring to measure", "Profile with --nproc 2 or more.")
     begun_s = time.monotonic()
     progress("links", 0.0)
-    link = bench.link()
+    nodes = world.size // world.local_size
+    link = bench.link(across=world.local_size == 1)
+    inter_link = bench.link(across=True) if nodes > 1 else None
     clock = _Budget(begun_s, budget_s, progress)
     cells, peaks = _first_pass(bench, grid(world.size, longest_tokens), clock)
     rounds: list[list[float]] = []
@@ -90,22 +94,33 @@ def profile(
         link=link,
         memory_bytes=memory_bytes(world),
         memory_bytes_per_token=_largest(growth_per_token(*peaks), world.device),
+        inter_link=inter_link,
     )
     rows = [Measurement(cell.load, cell.degree, seconds) for cell, seconds in zip(cells, times, strict=True)]
     return fit(rows, setup)
 
 
 def grid(ranks: int, longest_tokens: int) -> list[Cell]:
-    """Tasks from short to long: lengths double, one sample and four, degrees 1 to 4 and half steps on.
+    """Tasks from short to long.
+
+    Lengths double; one sample, 4 and 16; degrees 1 to 4 and half steps on. Then the same tokens with spans
+    that attend both ways, in one sample on one rank and on all, and as whole samples in a group of two.
 
     >>> [cell.degree for cell in grid(ranks=12, longest_tokens=32) if cell.samples == 1]
     [1, 2, 3, 4, 6, 8, 12]
+    >>> [(cell.samples, cell.spans, cell.whole) for cell in grid(2, 512)[-5:]]
+    [(16, False, False), (16, False, False), (1, True, False), (1, True, False), (4, False, True)]
     """
     degrees = [d for d in range(1, ranks + 1) if d <= 4 or d == ranks or _is_half_step(d)]
-    lengths = [_SHORTEST_TOKENS]
-    while lengths[-1] * 2 <= longest_tokens:
-        lengths.append(lengths[-1] * 2)
-    return [Cell(tokens, samples, d) for tokens in lengths for samples in _SAMPLES for d in degrees]
+    cells, tokens = [], _SHORTEST_TOKENS
+    while tokens <= longest_tokens:
+        samples = [count for count in _SAMPLES if tokens >= count * _FEWEST_SAMPLE_TOKENS]
+        cells += [Cell(tokens, count, d) for count in samples for d in degrees]
+        if tokens >= _SPANS_FROM_TOKENS:
+            cells += [Cell(tokens, 1, d, spans=True) for d in (1, ranks)]
+            cells.append(Cell(tokens, 4, 2, whole=True))
+        tokens *= 2
+    return cells
 
 
 def _is_half_step(degree: int) -> bool:
@@ -139,7 +154,7 @@ def _first_pass(
             break
         bench.seconds(cell)
         reached.append(cell)
-        if (cell.samples, cell.degree) == (1, 1):
+        if cell == Cell(cell.tokens, 1, 1):
             tokens.append(cell.tokens)
             peaks.append(bench.peak_bytes())
     return reached, (tokens, peaks)

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flexcp.core.errors import ConfigError, UnknownNameError
 from flexcp.cost.calibration import hardware_at
+from flexcp.cost.memory import MARGIN
 from flexcp.planner import POLICIES
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -61,6 +62,7 @@ class ParallelSection(_Section):
     policy: str = "flexcp"
     hardware: str = Field(default="cpu", description="a preset, or the .json of `flexcp profile`")
     tokens_per_rank: int | None = Field(default=None, ge=1, description="unset: from the hardware's memory")
+    memory_margin: float = Field(default=MARGIN, ge=0, lt=1, description="share of it that stays free")
     ranks_per_node: int = Field(default=8, ge=1)
     whole_below_tokens: int | None = Field(default=None, ge=0, description="shorter samples are never cut")
 

@@ -214,6 +214,7 @@ def _tokens_per_rank(config: TrainConfig, world: World, shape: ModelShape) -> in
         world.size,
         sharding=sharding,
         checkpointing=config.run.gradient_checkpointing,
+        margin=parallel.memory_margin,
     )
 
 
@@ -241,7 +242,8 @@ def _calibration_notices(config: TrainConfig, corpus: Corpus, world: World) -> t
     calibration = read_calibration(Path(name))
     calibration.require_device(device_name(world.device))
     shape = shape_of(model_config(config.model, corpus.vocab, corpus.longest))
-    return calibration.notices(shape, corpus.longest, world.size)
+    crosses = world.size > config.parallel.ranks_per_node
+    return calibration.notices(shape, corpus.longest, world.size, crosses_nodes=crosses)
 
 
 def _optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:
