@@ -1,23 +1,23 @@
-"""The demo's run beside its simulation: per-step times from a calibration and the plans that really ran.
+"""The demo's run beside its simulation: per-step times from measured costs and the plans that really ran.
 
     make demo
-    flexcp profile --nproc 4 --config examples/demo.toml --out runs/demo.calibration.json
+    flexcp profile --nproc 4 --config examples/demo.toml --longest 8192 --out runs/demo.calibration.json
     python benchmarks/simulated_demo.py [--run runs/demo] [--calibration runs/demo.calibration.json]
 
-Ranks of the demo share the cores of one machine, so the calibration counts core-seconds (its clock is `cpu`)
-and the simulator lets running tasks share the cores: a rank that waits leaves its part to the others. Plans
-are read back from the traces. Writes benchmarks/results/simulated_demo.md: a row a step, for the calibration
-of `flexcp profile`, and for one fitted to the tasks of every other step of the run itself, which then
-predicts the remaining ones.
+Ranks of the demo share the cores of one machine, so costs are core-seconds (the clock of a calibration on
+CPUs), and in the simulator running tasks share the cores: a rank that waits leaves its part to the others.
+Plans are read back from the traces. Writes benchmarks/results/simulated_demo.md: a row a step, for the
+calibration of `flexcp profile` if there is one, and for costs fitted to the tasks of every other step of the
+run itself, which predict the steps in between.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import statistics
 from collections import defaultdict
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,13 +26,16 @@ from flexcp.core.plan import Plan, Task
 from flexcp.core.run_folder import read_info, read_reports, trace_path
 from flexcp.core.sample import Sample
 from flexcp.core.trace import read_spans
-from flexcp.cost.calibration import fit, read_calibration
+from flexcp.cost import CostModel, Link
+from flexcp.cost.calibration import read_calibration
+from flexcp.cost.fit import fit_cost
 from flexcp.cost.measurements import Measurement
 from flexcp.cost.model import Load
 from flexcp.simulate import Conditions, simulate
 
 ROOT = Path(__file__).parents[1]
 CORES = len(os.sched_getaffinity(0))
+GOAL = 0.08
 
 
 def main() -> None:
@@ -42,20 +45,37 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path, default=ROOT / "runs/demo.calibration.json")
     given = parser.parse_args()
     info, reports = read_info(given.run), list(read_reports(given.run))
-    calibration = read_calibration(given.calibration)
-    if calibration.setup.clock != "cpu":
-        raise SystemExit("the calibration counts wall time: it is not of ranks that share cores")
     spans = task_spans(given.run, info.cluster.ranks)
     plans = [plan_of(spans[report.step], info, report) for report in reports]
-    fitted_on = {report.step for report in reports[::2]}
-    rows = [row for step in fitted_on for row in measurements(plans[step], spans[step])]
-    own = fit(rows, replace(calibration.setup, memory_bytes_per_token=None))
-    profiled_s = simulated_s(plans, calibration.cost)
-    own_s = simulated_s(plans, own.cost)
-    page = [*header(info, calibration, own), *table(reports, profiled_s, own_s, fitted_on)]
+    base, notes, columns = cost_of(info), [], {}
+    if given.calibration.exists():
+        calibration = read_calibration(given.calibration)
+        columns["profile"] = simulated_s(plans, calibration.cost), range(len(plans))
+        notes.append(
+            f"- profile: `flexcp profile`, {calibration.measurements} tasks in {calibration.setup.clock} "
+            f"time; a task is off by {calibration.error_mean:.1%} on average (cross-validated)."
+        )
+    for name, first in (("in-run, even", 0), ("in-run, odd", 1)):
+        known = range(first, len(plans), 2)
+        rows = [row for step in known for row in measurements(plans[step], spans[reports[step].step])]
+        found = fit_cost(rows, base)
+        columns[name] = simulated_s(plans, found.cost), range(1 - first, len(plans), 2)
+        notes.append(
+            f"- {name}: fitted to the {len(rows)} tasks of those steps, a task is off by "
+            f"{found.error_mean:.1%} (cross-validated); the other steps count."
+        )
+    notes.append(f"- plan: what the trainer predicted with `{info.hardware}`, at an even share of the cores.")
+    columns["plan"] = [report.predicted_s for report in reports], range(len(plans))
+    page = [*header(info), *notes, "", *summary(reports, columns), "", *table(reports, columns)]
     target = ROOT / "benchmarks/results/simulated_demo.md"
     target.write_text("\n".join(page) + "\n", encoding="utf-8")
     print("\n".join(page))
+
+
+def cost_of(info):
+    """The cost model of the run: links, bytes and layers for a fit."""
+    links = {name: Link(**info.coefficients[name]) for name in ("intra", "inter")}
+    return CostModel(**{**info.coefficients, **links})
 
 
 def task_spans(folder, ranks):
@@ -88,6 +108,7 @@ def plan_of(spans, info, report):
         *(tuple(samples), tuple(tasks), report.bound_s),
     )
     assert plan.degrees == report.degrees
+    assert abs(plan.step_s / report.predicted_s - 1) < 1e-9
     assert sum(sample.tokens for sample in samples) == report.tokens
     return plan
 
@@ -99,9 +120,8 @@ def simulated_s(plans, cost):
 
 def measurements(plan, spans):
     """Tasks of a step in core-seconds: a member has its share of the cores for as long as it runs."""
-    times = sorted({t for span in spans for t in (span.start_s, span.end_s)})
     shares = []
-    for start_s, end_s in pairwise(times):
+    for start_s, end_s in pairwise(sorted({t for span in spans for t in (span.start_s, span.end_s)})):
         busy = sum(span.start_s <= start_s and end_s <= span.end_s for span in spans)
         shares.append((start_s, end_s, min(1.0, CORES / max(1, busy))))
     core_s = defaultdict(list)
@@ -115,45 +135,40 @@ def measurements(plan, spans):
         yield Measurement(load, task.degree, statistics.mean(found))
 
 
-def header(info, calibration, own):
-    """What this was run with, and how well the fits hold."""
-    lines = f"""# The demo beside its simulation
-
-`python benchmarks/simulated_demo.py`; flexcp {flexcp.__version__}, {info.cluster.ranks} ranks on
-{CORES} cores of {calibration.setup.device}. Seconds of the slowest rank, first task to last.
-
-- profile: `flexcp profile`, {calibration.measurements} tasks, off by {calibration.error_mean:.1%} on average
-  (cross-validated).
-- in-run: fitted to {own.measurements} tasks of every other step, {own.error_mean:.1%} (cross-validated);
-  steps it was fitted on are in brackets and not counted.
-- plan: what the trainer predicted with `{info.hardware}`, at an even share of the cores.
-"""
-    return lines.splitlines()
+def header(info):
+    """What this was run with."""
+    return [
+        "# The demo beside its simulation",
+        "",
+        "`python benchmarks/simulated_demo.py`; times of the slowest rank from its first task to the end of",
+        f"its last. {info.cluster.ranks} ranks on {CORES} cores, {platform.machine()}; flexcp {flexcp.__version__}.",
+        "",
+    ]
 
 
-def table(reports, profiled_s, own_s, fitted_on):
-    """A row a step, and the agreement over all of them."""
-    rows = ["| step | measured | profile | | in-run | | plan | |", "|---|---|---|---|---|---|---|---|"]
-    errors = defaultdict(list)
-    for report, profiled, own in zip(reports, profiled_s, own_s, strict=True):
-        cells = [str(report.step), f"{report.measured_s:.2f}"]
-        known = report.step in fitted_on
-        for name, seconds in (("profile", profiled), ("in-run", own), ("plan", report.predicted_s)):
-            error = seconds / report.measured_s - 1
-            hidden = name == "in-run" and known
-            if not hidden:
-                errors[name].append(error)
-            cells += [f"{seconds:.2f}", f"({error:+.1%})" if hidden else f"{error:+.1%}"]
-        rows.append("| " + " | ".join(cells) + " |")
-    rows += ["", "| | steps | mean error | mean of absolute errors | worst | within 8 % |"]
-    rows += ["|---|---|---|---|---|---|"]
-    for name, found in errors.items():
-        absolute = [abs(error) for error in found]
-        within = sum(error <= 0.08 for error in absolute)
+def summary(reports, columns):
+    """Agreement over the steps that count."""
+    rows = ["| costs from | steps | mean error | mean of absolute errors | worst | within 8 % |"]
+    rows.append("|---|---|---|---|---|---|")
+    for name, (seconds, counted) in columns.items():
+        errors = [seconds[step] / reports[step].measured_s - 1 for step in counted]
+        absolute = [abs(error) for error in errors]
         rows.append(
-            f"| {name} | {len(found)} | {statistics.mean(found):+.1%} | {statistics.mean(absolute):.1%} "
-            f"| {max(absolute):.1%} | {within} of {len(found)} |"
+            f"| {name} | {len(errors)} | {statistics.mean(errors):+.1%} | {statistics.mean(absolute):.1%} "
+            f"| {max(absolute):.1%} | {sum(error <= GOAL for error in absolute)} |"
         )
+    return rows
+
+
+def table(reports, columns):
+    """A row a step; in brackets what was fitted on this very step."""
+    rows = ["| step | measured s | " + " | ".join(columns) + " |", "|---|---" + "|---" * len(columns) + "|"]
+    for step, report in enumerate(reports):
+        cells = [str(report.step), f"{report.measured_s:.2f}"]
+        for seconds, counted in columns.values():
+            cell = f"{seconds[step]:.2f} ({seconds[step] / report.measured_s - 1:+.1%})"
+            cells.append(cell if step in counted else f"[{cell}]")
+        rows.append("| " + " | ".join(cells) + " |")
     return rows
 
 
