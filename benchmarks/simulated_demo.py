@@ -141,7 +141,8 @@ def header(info):
         "# The demo beside its simulation",
         "",
         "`python benchmarks/simulated_demo.py`; times of the slowest rank from its first task to the end of",
-        f"its last. {info.cluster.ranks} ranks on {CORES} cores, {platform.machine()}; flexcp {flexcp.__version__}.",
+        f"its last. {info.cluster.ranks} ranks on {CORES} cores, {platform.machine()};",
+        f"flexcp {flexcp.__version__}.",
         "",
     ]
 
