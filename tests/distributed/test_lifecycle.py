@@ -138,8 +138,8 @@ def test_misuse_is_a_sentence_on_every_rank() -> None:
         assert found["weights after nan"]
         assert found["optimizer"].startswith("ConfigError: the optimizer holds parameters")
         assert f"ranks [1] have another seed than rank 0 (rank {rank}: {rank})" in found["seeds"]
-        assert found["one cannot read"] == "DataError: notes.txt has gone\nBring it back."
-        assert found["eval cannot read"] == "DataError: notes.txt has gone\nBring it back."
+        sentence = "DataError: rank 1 could not read file 1: notes.txt has gone\nBring it back."
+        assert found["one cannot read"] == found["eval cannot read"] == sentence
         assert found["still training"]
         assert "sample 0 has 5000 tokens" in found["eval too long"]
 

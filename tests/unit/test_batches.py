@@ -16,7 +16,6 @@ from flexcp.core.plan import Plan, Task
 from flexcp.core.sample import Sample
 from flexcp.runtime.batches import MicroBatch, load_examples, make_micro_batch, rank_samples
 
-CPU = torch.device("cpu")
 RANKS = 8
 
 
@@ -57,7 +56,7 @@ def make_plan(
 def micro_batches(plan: Plan, task: Task, dataset: Any) -> list[MicroBatch]:
     """The share of every member of the group, in ring order."""
     return [
-        make_micro_batch(plan, task, load_examples(dataset, plan, rank), FakeTransport(rank), CPU)  # type: ignore[arg-type]
+        make_micro_batch(plan, task, load_examples(dataset, plan, rank), FakeTransport(rank))  # type: ignore[arg-type]
         for rank in task.ranks
     ]
 
@@ -203,3 +202,69 @@ def test_labels_of_the_data_set_decide_what_is_a_target() -> None:
 
     assert by_position == dict(enumerate([-100, -100, -100, 14, 15, 16, 17, 18, 19, -100]))
     assert sum(micro.supervised_tokens for micro in micros) == 6
+
+
+def test_what_else_a_sample_holds_goes_along_untouched() -> None:
+    """To the ranks that hold rows of it and to no other, with the rows said; the same objects, not copies."""
+    image, weights = torch.ones(2, 3), np.arange(40)
+    examples = [
+        {"input_ids": np.arange(3), "caption": "short"},
+        {"input_ids": np.arange(40), "labels": np.arange(40), "image": image, "weights": weights},
+        {"input_ids": np.arange(5)},
+    ]
+    plan = make_plan([3, 40, 5], ((1, 0, 2), (4, 2)), whole_below=10)
+    micros = micro_batches(plan, plan.tasks[0], examples)
+
+    for micro in micros:
+        assert micro.sample_ids == (1, 0, 2)
+        held = {piece.index for piece in micro.pieces}
+        assert micro.extras[0]["image"] is image
+        assert micro.extras[0]["weights"] is weights
+        assert micro.extras[1] == ({"caption": "short"} if 1 in held else {})
+        assert micro.extras[2] == {}
+        assert sum(piece.rows for piece in micro.pieces) == len(micro.labels)
+        cut = np.concatenate([weights[p.start : p.stop] for p in micro.pieces if p.index == 0])
+        assert cut.tolist() == micro.inputs["position_ids"][0, : len(cut)].tolist()
+    assert sum(1 in {piece.index for piece in micro.pieces} for micro in micros) == 1
+
+
+def test_only_tokens_and_labels_move_to_the_device() -> None:
+    """The context of attention and the extras stay what they are."""
+    plan = make_plan([4], ((0,), (0,)))
+    micro = micro_batches(plan, plan.tasks[0], [{"input_ids": [1, 2, 3, 4], "image": torch.ones(2)}])[0]
+    there = micro.to(torch.device("meta"))
+
+    assert micro.to(torch.device("cpu")) is micro
+    assert {there.inputs[key].device.type for key in ("input_ids", "position_ids")} == {"meta"}
+    assert there.labels.device.type == "meta"
+    assert there.inputs["flexcp"] is micro.inputs["flexcp"]
+    assert there.extras is micro.extras
+    assert micro.labels.device.type == "cpu"
+
+
+@pytest.mark.gpu
+def test_tensors_are_pinned_for_an_accelerator() -> None:
+    plan = make_plan([4], ((0,), (0,)))
+    examples = load_examples(Documents([4]), plan, 0)
+    micro = make_micro_batch(plan, plan.tasks[0], examples, FakeTransport(0), pinned=True)  # type: ignore[arg-type]
+
+    assert micro.labels.is_pinned()
+    assert micro.inputs["input_ids"].is_pinned()
+
+
+class Unreadable(Documents):
+    """Its sample 1 cannot be read."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 1:
+            raise ValueError("not text")
+        return super().__getitem__(index)
+
+
+def test_a_sample_that_cannot_be_read_is_named_with_rank_and_cause() -> None:
+    plan = make_plan([4, 4], ((0, 1), (3,)))
+    with pytest.raises(DataError) as caught:
+        load_examples(Unreadable([4, 4]), plan, 3)
+
+    assert caught.value.cause == "rank 3 could not read sample 1: ValueError: not text"
+    assert isinstance(caught.value.__cause__, ValueError)

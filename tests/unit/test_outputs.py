@@ -37,6 +37,8 @@ def report(step: int, loss: float) -> StepReport:
         plan_s=0.004,
         exposed_s=0.05,
         idle_share=0.25,
+        plan_wait_s=0.01,
+        data_wait_s=0.04,
     )
 
 
@@ -96,7 +98,8 @@ def test_the_summary_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "predicted / measured time of tasks │ 2.4 s / 3.2 s",
         "gap to the bound, mean │ 1.200",
         "planning, mean │ 4 ms",
-        "waited for plan and data │ 2.50 % of the time",
+        "waited for the first plan and data │ 0.05 s",
+        "waited later for plans, for data │ 0.50%, 2.00% of the time",
     ):
         assert any(row in shown for shown in rows), f"{row} is not in\n{text}"
     assert f"run folder {tmp_path}" in text

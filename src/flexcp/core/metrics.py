@@ -21,10 +21,12 @@ class StepReport:
         measured_s: time of the slowest rank from its first task to the end of its last.
         step_s: wall time of the step, from its opening to the end of the optimizer.
         plan_s: time spent planning it, hidden or not.
-        exposed_s: time at its opening in which the slowest rank waited: for its own data, and for the plan
-            of the step after it (the first step: also for its own plan).
+        exposed_s: time at its opening that the slowest rank waited for its plan and its data; both begin
+            with the first step.
         idle_share: share of rank-time between the first task and the end of the last on the slowest rank
             in which a rank had nothing to run.
+        plan_wait_s, data_wait_s: the parts of `exposed_s`, each of the rank that waited longest for it. What
+            a stream takes to tell its lengths counts as planning.
     """
 
     step: int
@@ -40,6 +42,8 @@ class StepReport:
     plan_s: float
     exposed_s: float
     idle_share: float
+    plan_wait_s: float = 0.0
+    data_wait_s: float = 0.0
 
     @property
     def gap(self) -> float:

@@ -107,7 +107,7 @@ class Bench:
             place: self._random.integers(0, self._vocab, plan.samples[place].tokens) for place in task.samples
         }
         examples = {place: {"input_ids": values} for place, values in ids.items()}
-        micro = make_micro_batch(plan, task, examples, self._transport, self._world.device)
+        micro = make_micro_batch(plan, task, examples, self._transport).to(self._world.device)
         device = self._world.device.type
         begun_s = self._now_s()
         with torch.autocast(device, self._cast, enabled=self._cast is not None):

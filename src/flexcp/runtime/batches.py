@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexcp.core.errors import DataError
-from flexcp.core.layout import Layout
+from flexcp.core.errors import DataError, FlexCPError
+from flexcp.core.layout import Layout, Piece
 from flexcp.core.plan import Plan, Task
 from flexcp.runtime.loss import IGNORE_INDEX, shift_labels
 from flexcp.runtime.transport import GroupExchange, Transport
 
 Example = Mapping[str, Any]
 
+_TOKENS = ("input_ids", "labels")  # cut by rows; everything else goes along whole
+
 
 class Dataset(Protocol):
     """Map-style training data whose lengths are known before decoding.
 
     `dataset[i]` holds `input_ids` [L] and, optionally, `labels` [L]: unshifted, -100 where a token is not
-    a target; without them every token is supervised. A method `name(i)` is used in messages if there is one.
+    a target; without them every token is supervised. Whatever else it holds (images, weights, masks) goes
+    along as `MicroBatch.extras`. A method `name(i)` is used in messages if there is one.
+
+    Samples are read in a background thread: random numbers for them should come from a generator of the
+    data set's own, and depend on `i` alone.
     """
 
     @property
@@ -34,6 +40,21 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Example: ...
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """Training data in an order of its own, whose lengths are known only after decoding.
+
+    Every rank walks all records and decodes its share of them, so `records` should be cheap and `decode`
+    may be dear. A method `name(i)`, i the position in the stream, is used in messages if there is one.
+    """
+
+    def records(self, start: int, /) -> Iterator[Any]:
+        """Records from position `start` on, the same on every rank and every call; their end ends the run."""
+
+    def decode(self, record: Any, /) -> Example:
+        """One sample, as `Dataset.__getitem__` gives it."""
 
 
 class TaskContext:
@@ -68,7 +89,11 @@ class MicroBatch:
             `flexcp` (a `TaskContext`).
         labels: [T], shifted before the sample was cut; -100 where there is no target.
         supervised_tokens: targets among them.
-        sample_ids: indices in the data set of the samples of the task.
+        sample_ids: indices in the data set (positions in the stream) of the samples of the task.
+        extras: for each of them what its example holds beside tokens and labels, untouched; empty where
+            this rank holds no row of the sample.
+        pieces: which rows these are, in order: `Piece.index` counts the samples of the task. One row of
+            padding without a piece stands where a rank has no row at all.
     """
 
     task: Task
@@ -76,9 +101,22 @@ class MicroBatch:
     labels: Tensor
     supervised_tokens: int
     sample_ids: tuple[int, ...]
+    extras: tuple[Mapping[str, Any], ...]
+    pieces: tuple[Piece, ...]
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same with inputs and labels on a device; itself if they are there. Extras stay."""
+        if self.labels.device == device:
+            return self
+        inputs = {key: _moved(value, device) for key, value in self.inputs.items()}
+        return replace(self, inputs=inputs, labels=_moved(self.labels, device))
 
 
-def sample_name(dataset: Dataset, index: int) -> str:
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+
+def sample_name(dataset: Dataset | Stream, index: int) -> str:
     """What to call a sample in a message: the data set's own `name(index)`, if it has one."""
     name = getattr(dataset, "name", None)
     return str(name(index)) if callable(name) else f"sample {index}"
@@ -95,32 +133,53 @@ def rank_samples(plan: Plan, rank: int) -> set[int]:
 
 
 def load_examples(dataset: Dataset, plan: Plan, rank: int) -> dict[int, Example]:
-    """Read what `rank` needs for its step, and nothing else.
+    """Read what `rank` needs for its step, and nothing else; keys are positions in the global batch.
 
     Raises:
-        DataError: a sample has another length than its plan was made with.
+        DataError: a sample cannot be read, or has another length than its plan was made with.
     """
     examples = {}
     for position in sorted(rank_samples(plan, rank)):
         sample = plan.samples[position]
-        example = dataset[sample.id]
-        if len(example["input_ids"]) != sample.tokens:
+        try:
+            example = dataset[sample.id]
+            tokens = len(example["input_ids"])
+        except Exception as error:
+            raise reading_failed(dataset, sample.id, rank, error) from error
+        if tokens != sample.tokens:
             raise DataError(
-                f"{sample_name(dataset, sample.id)} has {len(example['input_ids'])} tokens, its length was "
-                f"{sample.tokens}",
+                f"{sample_name(dataset, sample.id)} has {tokens} tokens, its length was {sample.tokens}",
                 "The data changed after its lengths were taken; rebuild the length index.",
             )
         examples[position] = example
     return examples
 
 
+def reading_failed(dataset: Dataset | Stream, index: int, rank: int, error: Exception) -> DataError:
+    """The sentence that ends all ranks when one of them cannot read a sample."""
+    cause, remedy = f"{type(error).__name__}: {error}", ""
+    if isinstance(error, FlexCPError):
+        cause, remedy = error.cause, error.remedy
+    return DataError(
+        f"rank {rank} could not read {sample_name(dataset, index)}: {cause}",
+        remedy or "Repair the sample or leave it out.",
+    )
+
+
 def make_micro_batch(
-    plan: Plan, task: Task, examples: Mapping[int, Example], transport: Transport, device: torch.device
+    plan: Plan, task: Task, examples: Mapping[int, Example], transport: Transport, *, pinned: bool = False
 ) -> MicroBatch:
     """Cut this rank's rows out of its samples.
 
     A member that holds no row at all (a pack shorter than its group) gets one padding row, because models
     do not survive empty tensors; attention leaves it out and it supervises nothing.
+
+    Args:
+        plan: of the global batch.
+        task: one that this rank runs.
+        examples: by position in the global batch.
+        transport: of this rank.
+        pinned: whether the tensors lie where an accelerator can copy them from while it computes.
     """
     member = task.ranks.index(transport.rank)
     layout = plan.layout(task)
@@ -141,15 +200,22 @@ def make_micro_batch(
     return MicroBatch(
         task=task,
         inputs={
-            "input_ids": _tensor(np.concatenate(ids), device)[None],
-            "position_ids": _tensor(np.concatenate(positions), device)[None],
+            "input_ids": _tensor(np.concatenate(ids), pinned)[None],
+            "position_ids": _tensor(np.concatenate(positions), pinned)[None],
             "flexcp": TaskContext(layout, transport.exchange(task.ranks), padding_rows),
         },
-        labels=_tensor(targets, device),
+        labels=_tensor(targets, pinned),
         supervised_tokens=int((targets != IGNORE_INDEX).sum()),
         sample_ids=tuple(plan.samples[position].id for position in task.samples),
+        extras=tuple(_extras(examples.get(position, {})) for position in task.samples),
+        pieces=layout.pieces(member),
     )
 
 
-def _tensor(rows: NDArray[np.int64], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(rows)).to(device, non_blocking=True)
+def _extras(example: Example) -> Example:
+    return {key: value for key, value in example.items() if key not in _TOKENS}
+
+
+def _tensor(rows: NDArray[np.int64], pinned: bool) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(rows))
+    return tensor.pin_memory() if pinned else tensor

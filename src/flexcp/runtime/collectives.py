@@ -1,6 +1,6 @@
 """What all ranks say to each other outside of rings: small, and in a sentence when a peer is gone.
 
-Text and numbers only; nothing that arrives is unpickled.
+Text and numbers only; nothing that arrives is unpickled. Every group is one of all ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from flexcp.core.errors import FlexCPError, RankFailedError, error_from_json, error_to_json
 
 Answer = TypeVar("Answer")
+Group = dist.ProcessGroup | None  # None: all ranks, over the group made at start
 
 _KEEP_ALIVE_S = 5.0
 
@@ -42,23 +43,23 @@ def peers_in_reach(what: str) -> Iterator[None]:
         ) from error
 
 
-def all_gather_rows(mine: Tensor, what: str) -> Tensor:
+def all_gather_rows(mine: Tensor, what: str, group: Group = None) -> Tensor:
     """[N, len(mine)]: one row of every rank, on every rank; `mine` is on the device of the backend."""
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     with peers_in_reach(what):
-        dist.all_gather(rows, mine)
+        dist.all_gather(rows, mine, group=group)
     return torch.stack(rows)
 
 
-def broadcast_text(text: str, source: int, what: str) -> str:
+def broadcast_text(text: str, source: int, what: str, group: Group = None) -> str:
     """Text of rank `source` on every rank; what other ranks pass is ignored."""
-    device = collective_device()
+    device = collective_device(group)
     data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(device)
     size = torch.tensor([data.numel()], device=device)
     with peers_in_reach(what):
-        dist.broadcast(size, source)
+        dist.broadcast(size, source, group=group)
         received = data if dist.get_rank() == source else data.new_empty(int(size.item()))
-        dist.broadcast(received, source)
+        dist.broadcast(received, source, group=group)
     return bytes(received.cpu().numpy()).decode()
 
 
@@ -72,12 +73,12 @@ def raise_together(trouble: BaseException | None, what: str) -> None:
     raise_first(all_gather_rows(has_trouble, what)[:, 0], trouble, what)
 
 
-def raise_first(has_trouble: Tensor, trouble: BaseException | None, what: str) -> None:
+def raise_first(has_trouble: Tensor, trouble: BaseException | None, what: str, group: Group = None) -> None:
     """The second half of `raise_together`, for who has gathered the flags [N] along with other numbers."""
     troubled = has_trouble.nonzero()[:, 0].tolist()
     if troubled:
         mine = error_to_json(trouble) if trouble is not None else ""
-        error = error_from_json(broadcast_text(mine, troubled[0], what))
+        error = error_from_json(broadcast_text(mine, troubled[0], what, group))
         if len(troubled) < dist.get_world_size():
             error.add_note(f"raised by rank {troubled[0]}")
         raise error from trouble
@@ -110,10 +111,10 @@ def on_first_rank(work: Callable[[], Answer], what: str) -> Answer | None:
         raise error_from_json(broadcast_text(error_to_json(error), 0, what)) from error
 
 
-def collective_device() -> torch.device:
+def collective_device(group: Group = None) -> torch.device:
     """Where tensors of collectives live: the CPU under gloo, else this rank's accelerator."""
     accelerator = torch.accelerator.current_accelerator()
-    return torch.device("cpu") if dist.get_backend() == "gloo" or accelerator is None else accelerator
+    return torch.device("cpu") if dist.get_backend(group) == "gloo" or accelerator is None else accelerator
 
 
 def first_difference(values: dict[str, str]) -> tuple[str, list[int]] | None:

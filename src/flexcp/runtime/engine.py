@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import warnings
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from types import TracebackType
 from typing import Any
@@ -26,40 +26,44 @@ from torch import nn
 
 from flexcp.core.errors import ConfigError, DataError, DisagreementError, RunError, SampleTooLongError
 from flexcp.core.plan import Plan
-from flexcp.core.sample import Sample
 from flexcp.core.trace import Span, TraceWriter
 from flexcp.planner import Planner
-from flexcp.runtime.batches import Dataset, MicroBatch, load_examples, make_micro_batch, sample_name
+from flexcp.runtime.batches import Dataset, MicroBatch, Stream, sample_name
 from flexcp.runtime.collectives import all_gather_rows, first_difference, peers_in_reach
+from flexcp.runtime.feed import Feed, Prepared
 from flexcp.runtime.launch import DEFAULT_TIMEOUT_S
-from flexcp.runtime.order import batch_indices
-from flexcp.runtime.planning import PlanFeed, PlannedStep, meet
+from flexcp.runtime.planning import AnyPlanner, Notify, meet
 from flexcp.runtime.sharding import sharding_of
+from flexcp.runtime.sources import training_source, whole_source
 from flexcp.runtime.step import Step, loss_sum_of
 from flexcp.runtime.transport import Transport
 
-Loading = Future[list[MicroBatch]]
+_SEEN_S = 1e-3  # a shorter wait is no span of the trace
 
 
 class Engine:
     """An iterator over optimizer steps.
 
-    All ranks construct it at the same point with equal arguments, after `init_process_group`. It owns two
-    background threads and one process group; use it as a context manager, or call `close`.
+    All ranks construct it at the same point with equal arguments, after `init_process_group`. It owns a
+    background thread, two process groups, and on rank 0 a planner process; use it as a context manager, or
+    call `close`.
 
     Args:
         model: a plain module, a `DistributedDataParallel` (broadcast_buffers=False), or an FSDP2 module
             (see `flexcp.shard`).
         optimizer: over `model.parameters()`.
-        planner: makes the plan of one global batch.
-        dataset: map-style, with lengths (see `runtime.batches.Dataset`).
+        planner: makes the plan of one global batch, on rank 0. A `flexcp.Planner` plans in a process of its
+            own; any other callable with a `cluster` plans in a thread.
+        dataset: map-style, with lengths (`runtime.batches.Dataset`), or a stream (`runtime.batches.Stream`).
         global_batch: samples per step.
-        steps: stop before this step index; None for ever.
-        seed: of the sample order and of every step's random numbers.
+        steps: stop before this step index; None for ever. A stream may end before.
+        seed: of the sample order (a stream has its own) and of every step's random numbers.
         clip_norm: largest global gradient norm; None leaves gradients alone.
         on_step_end: called after each optimizer step (a learning-rate schedule's `step`).
+        on_notice: given the text of what a user should know and what stops nothing (a plan is late, the
+            planner process was started again), on rank 0, maybe from a background thread.
         trace: where this rank's spans go.
-        timeout_s: a ring message may wait this long for its peer.
+        timeout_s: a ring message, a plan or a stream may wait this long for another rank.
 
     Attributes:
         next_step: index of the step that comes next; what a checkpoint must remember.
@@ -74,14 +78,15 @@ class Engine:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        planner: Planner,
-        dataset: Dataset,
+        planner: AnyPlanner,
+        dataset: Dataset | Stream,
         *,
         global_batch: int,
         steps: int | None = None,
         seed: int = 0,
         clip_norm: float | None = None,
         on_step_end: Callable[[], object] | None = None,
+        on_notice: Notify = warnings.warn,
         trace: TraceWriter | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -104,8 +109,7 @@ class Engine:
         self._origin_s = time.perf_counter()
         self._on_step_end = on_step_end
         self._trace = trace
-        self._feed = PlanFeed(planner)
-        self._loader = ThreadPoolExecutor(1, "flexcp-data")
+        self._feed = Feed(planner, self._transport, self.device, on_notice, timeout_s)
         self._open_step: Step | None = None
         self._closed = False
 
@@ -118,50 +122,55 @@ class Engine:
         self.close()
 
     def __iter__(self) -> Iterator[Step]:
-        """Steps from `next_step` on; planning and reading run one step ahead.
+        """Steps from `next_step` on, while the plans of two and the data of one more are made ready.
 
         Raises:
             RunError: the engine is closed, or the step before was left without `finish`.
         """
         self._check_between_steps("another iteration")
-        self._feed.drop()
+        source = training_source(self.dataset, self.global_batch, self.seed, self.steps, self._feed.group)
         begun_s = time.perf_counter()
-        self._prepare(self.next_step)
-        self._prepare(self.next_step + 1)
-        coming = self._receive(self.next_step)
-        while coming is not None:
-            step, coming = self._begin(*coming, begun_s)
-            yield step
+        ahead = self._feed.ahead(source, self.next_step)
+        while (prepared := ahead.take()) is not None:
+            yield self._begin(prepared, begun_s)
             self._check_between_steps("the next step")
             begun_s = time.perf_counter()
 
-    def _begin(
-        self, planned: PlannedStep, loading: Loading, begun_s: float
-    ) -> tuple[Step, tuple[PlannedStep, Loading] | None]:
-        """Open a step, and get the one after it on its way."""
+    def _begin(self, prepared: Prepared, begun_s: float) -> Step:
+        """Open a step."""
         torch.manual_seed(step_seed(self.seed, self.next_step, self.rank))
-        micro_batches, trouble = _outcome(loading)
-        coming = self._receive(self.next_step + 1)
-        self._prepare(self.next_step + 2)
-        waited_s = time.perf_counter() - begun_s
-        supervised = meet(planned.plan, sum(m.supervised_tokens for m in micro_batches), trouble)
+        self._record_waits(prepared, begun_s)
+        supervised = meet(prepared.digest, prepared.supervised_tokens, prepared.trouble)
         if supervised == 0:
             raise DataError(
-                f"none of the {len(planned.plan.samples)} samples of step {self.next_step} has a "
+                f"none of the {len(prepared.plan.samples)} samples of step {self.next_step} has a "
                 "supervised token",
                 "Check the labels, or use a larger global batch.",
             )
         with peers_in_reach("gathering weights"):
             self.sharding.begin()
-        self._open_step = Step(self, planned, micro_batches, supervised, begun_s, waited_s)
-        return self._open_step, coming
+        self._open_step = Step(self, prepared, supervised, begun_s)
+        return self._open_step
+
+    def _record_waits(self, prepared: Prepared, begun_s: float) -> None:
+        """What the step waited for, in the trace; nothing where it waited for nothing."""
+        planned_s = begun_s + prepared.plan_wait_s
+        for name, start_s, wait_s in (
+            ("plan", begun_s, prepared.plan_wait_s),
+            ("data", planned_s, prepared.data_wait_s),
+        ):
+            if wait_s > _SEEN_S:
+                self.record(name, start_s, start_s + wait_s, self.next_step)
 
     @torch.no_grad()
-    def evaluate(self, dataset: Dataset, forward: Callable[[MicroBatch], Any] | None = None) -> float:
+    def evaluate(
+        self, dataset: Dataset | Stream, forward: Callable[[MicroBatch], Any] | None = None
+    ) -> float:
         """Mean loss over the supervised tokens of a whole data set, by the path of training.
 
         Args:
-            dataset: any size, also smaller than the number of ranks.
+            dataset: any size, also smaller than the number of ranks; a stream is read from its start to its
+                end.
             forward: from a micro-batch to logits or an output with `.logits`; the model itself by default.
 
         Raises:
@@ -171,7 +180,6 @@ class Engine:
         self._check_between_steps("an evaluation")
         self.check(dataset)
         forward = forward or self._forward
-        feed = PlanFeed(self.planner)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         supervised = 0
         was_training = self.model.training
@@ -179,27 +187,26 @@ class Engine:
         with peers_in_reach("gathering weights"):
             self.sharding.begin()
         try:
-            batches = range(0, len(dataset), self.global_batch)
-            for start in batches:
-                feed.prepare(_samples(dataset, range(start, min(start + self.global_batch, len(dataset)))))
-            for _ in batches:
-                plan = feed.receive().plan
-                micro_batches, trouble = _outcome(self._loader.submit(self._load, plan, dataset))
-                supervised += meet(plan, sum(m.supervised_tokens for m in micro_batches), trouble)
-                for micro in micro_batches:
+            source = whole_source(dataset, self.global_batch, self._feed.group)
+            ahead = self._feed.ahead(source, 0, "evaluation batch")
+            while (prepared := ahead.take()) is not None:
+                supervised += meet(prepared.digest, prepared.supervised_tokens, prepared.trouble)
+                for waiting in prepared.micro_batches:
+                    micro = waiting.to(self.device)
                     total += loss_sum_of(forward(micro), micro)
         finally:
             self.sharding.release()
             self.model.train(was_training)
-            feed.close()
         if supervised == 0:
             raise DataError(
                 "no sample of the evaluation data has a supervised token", "Check the labels of these data."
             )
         return float(all_gather_rows(total[None], "evaluation").sum()) / supervised
 
-    def check(self, dataset: Dataset) -> None:
+    def check(self, dataset: Dataset | Stream) -> None:
         """Whether every sample of another data set fits, so that a later evaluation will not fail.
+
+        Nothing is known of a stream beforehand.
 
         Raises:
             SampleTooLongError: the longest does not.
@@ -226,10 +233,9 @@ class Engine:
         self.next_step = state["step"]
 
     def close(self) -> None:
-        """End the background threads; may be called twice."""
+        """End threads and planner process; may be called twice."""
         self._closed = True
         self._feed.close()
-        self._loader.shutdown(cancel_futures=True)
 
     def record(self, name: str, start_s: float, end_s: float, step: int, **detail: Any) -> None:
         """Write a span of one's own to the trace; times are `time.perf_counter` readings."""
@@ -264,47 +270,13 @@ class Engine:
     def _forward(self, micro: MicroBatch) -> Any:
         return self.model(**micro.inputs)
 
-    def _has(self, step: int) -> bool:
-        return self.steps is None or step < self.steps
-
-    def _prepare(self, step: int) -> None:
-        if self._has(step):
-            indices = batch_indices(len(self.dataset), self.global_batch, self.seed, step)
-            self._feed.prepare(_samples(self.dataset, indices.tolist()))
-
-    def _receive(self, step: int) -> tuple[PlannedStep, Loading] | None:
-        """The plan of a step, and its data on the way; None behind the last step."""
-        if not self._has(step):
-            return None
-        planned = self._feed.receive()
-        return planned, self._loader.submit(self._load, planned.plan, self.dataset)
-
-    def _load(self, plan: Plan, dataset: Dataset) -> list[MicroBatch]:
-        examples = load_examples(dataset, plan, self.rank)
-        return [
-            make_micro_batch(plan, plan.tasks[index], examples, self._transport, self.device)
-            for index in plan.tasks_of(self.rank)
-        ]
-
 
 def step_seed(seed: int, step: int, rank: int) -> int:
     """Seed of the random numbers of one rank in one step: resuming needs no stored generator state."""
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> 1)
 
 
-def _outcome(loading: Loading) -> tuple[list[MicroBatch], Exception | None]:
-    """What was read, or why not: the other ranks must hear of it before anyone raises."""
-    try:
-        return loading.result(), None
-    except Exception as error:
-        return [], error
-
-
-def _samples(dataset: Dataset, indices: Sequence[int]) -> tuple[Sample, ...]:
-    return tuple(Sample(index, int(dataset.lengths[index])) for index in indices)
-
-
-def _check(planner: Planner, dataset: Dataset, global_batch: int) -> None:
+def _check(planner: AnyPlanner, dataset: Dataset | Stream, global_batch: int) -> None:
     cluster = planner.cluster
     if cluster.ranks != dist.get_world_size():
         raise ConfigError(
@@ -313,6 +285,8 @@ def _check(planner: Planner, dataset: Dataset, global_batch: int) -> None:
         )
     if global_batch < 1:
         raise ConfigError(f"global_batch is {global_batch}", "A step needs at least one sample.")
+    if isinstance(dataset, Stream):
+        return
     if len(dataset) == 0:
         raise DataError("the data set is empty", "Give at least one sample.")
     longest = int(np.argmax(dataset.lengths))
@@ -335,13 +309,15 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 def _check_agreement(engine: Engine) -> None:
     """Every rank must run the same code on the same data in the same way, or no plan fits all."""
-    lengths = np.ascontiguousarray(engine.dataset.lengths, dtype="<i8")
+    dataset = engine.dataset
+    lengths = [] if isinstance(dataset, Stream) else dataset.lengths
+    lengths_bytes = np.ascontiguousarray(lengths, dtype="<i8").tobytes()
     values = {
         "version of torch": str(torch.__version__),
         "version of numpy": version("numpy"),
         # A planner of the user's own may print its address.
         "planner": repr(engine.planner if isinstance(engine.planner, Planner) else engine.planner.cluster),
-        "lengths of the data set": hashlib.sha256(lengths.tobytes()).hexdigest(),
+        "lengths of the data set": hashlib.sha256(lengths_bytes).hexdigest(),
         "global_batch": str(engine.global_batch),
         "number of steps": str(engine.steps),
         "seed": str(engine.seed),

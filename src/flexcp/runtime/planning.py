@@ -1,101 +1,193 @@
-"""Plans ahead of the step: rank 0 plans in the background, every rank gets the same plan.
+"""Plans made beside training: in a process of their own on rank 0, and agreed on by all ranks.
 
-Nothing here depends on how long planning takes, so runs stay reproducible.
+A plan is a function of its request alone, so nothing here depends on how long planning takes, and a process
+that died can be replaced.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+import subprocess
+import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import IO, Protocol, cast
 
 import torch
 import torch.distributed as dist
 
-from flexcp.core.errors import DisagreementError, error_from_json, error_to_json
+from flexcp.core.cluster import Cluster
+from flexcp.core.errors import DisagreementError, RunError
 from flexcp.core.plan import Plan
 from flexcp.core.sample import Sample
-from flexcp.runtime.collectives import all_gather_rows, broadcast_text, collective_device, raise_first
+from flexcp.planner import Planner
+from flexcp.planner.serve import read_answer, request_line
+from flexcp.runtime.collectives import all_gather_rows, collective_device, raise_first
 
-PlanFunction = Callable[[Sequence[Sample]], Plan]
+Notify = Callable[[str], object]
+
+# The path of imports is handed over, so that both processes run the same FlexCP.
+_SERVE = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from flexcp.planner.serve import main; main()"
+)
+
+
+class AnyPlanner(Protocol):
+    """What the engine needs: `flexcp.Planner`, or a planner of one's own."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """What it plans for."""
+
+    def __call__(self, samples: Sequence[Sample], /) -> Plan:
+        """Plan one global batch."""
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedStep:
-    """A plan and what it cost.
+class MadePlan:
+    """A plan as text, and the seconds from asking to having it."""
 
-    Attributes:
-        plan_s: seconds that rank 0 spent planning, hidden or not.
-        waited_s: seconds of it that this rank had to wait for, the broadcast included.
-    """
-
-    plan: Plan
+    text: str
     plan_s: float
-    waited_s: float
 
 
-class PlanFeed:
-    """Plans of coming global batches.
+class Planning:
+    """Plans of coming global batches, one after the other in the background of one rank.
 
-    `prepare(samples)` starts planning on rank 0 and returns at once; `receive()` hands the oldest prepared
-    plan to all ranks. Both are called by all ranks in the same order.
+    Args:
+        planner: a `flexcp.Planner` plans in a process of its own. Any other callable plans in a thread: it
+            need not be something that can be written as JSON, and shares the interpreter with training.
+        notify: told when the process had to be started again; called from a background thread.
     """
 
-    def __init__(self, planner: PlanFunction) -> None:
+    def __init__(self, planner: AnyPlanner, notify: Notify) -> None:
         self._planner = planner
-        self._first = dist.get_rank() == 0
-        self._pool = ThreadPoolExecutor(1, "flexcp-plan") if self._first else None
-        self._pending: deque[Future[str]] = deque()
+        self._pool = ThreadPoolExecutor(1, "flexcp-plan")
+        self.process = PlannerProcess(notify) if isinstance(planner, Planner) else None
 
-    def prepare(self, samples: Sequence[Sample]) -> None:
-        """Start planning one global batch."""
-        if self._pool is not None:
-            self._pending.append(self._pool.submit(_plan_to_message, self._planner, samples))
+    def submit(self, samples: Sequence[Sample]) -> Future[MadePlan]:
+        """Start planning one global batch; returns at once."""
+        return self._pool.submit(self._make, samples)
 
-    def receive(self) -> PlannedStep:
-        """The oldest prepared plan, on every rank.
-
-        Raises:
-            FlexCPError: planning failed; all ranks raise the same.
-        """
+    def _make(self, samples: Sequence[Sample]) -> MadePlan:
         start_s = time.perf_counter()
-        text = self._pending.popleft().result() if self._first else ""
-        message = json.loads(broadcast_text(text, 0, "handing out the plan"))
-        if "error" in message:
-            raise error_from_json(message["error"])
-        plan = Plan.from_json(message["plan"])
-        return PlannedStep(plan, message["plan_s"], time.perf_counter() - start_s)
-
-    def drop(self) -> None:
-        """Forget what was prepared and not received."""
-        for future in self._pending:
-            future.cancel()
-        self._pending.clear()
+        if self.process is None:
+            text = self._planner(samples).to_json()
+        else:
+            text = self.process.ask(request_line(cast(Planner, self._planner), samples))
+        return MadePlan(text, time.perf_counter() - start_s)
 
     def close(self) -> None:
-        """End the planning thread."""
-        self.drop()
-        if self._pool is not None:
-            self._pool.shutdown()
+        """End thread and process; plans that were not finished fail."""
+        if self.process is not None:
+            self.process.end()
+        self._pool.shutdown()
+        if self.process is not None:
+            self.process.close()
 
 
-def _plan_to_message(planner: PlanFunction, samples: Sequence[Sample]) -> str:
-    start_s = time.perf_counter()
-    try:
-        plan = planner(samples)
-    except Exception as error:  # the other ranks wait for this message, whatever went wrong
-        return json.dumps({"error": error_to_json(error)})
-    return json.dumps({"plan": plan.to_json(), "plan_s": time.perf_counter() - start_s})
+class PlannerProcess:
+    """A process that plans (`planner.serve`); started again once if it dies, and then named.
+
+    It ends by itself when this process does, because its input ends.
+
+    Args:
+        notify: told of its death when it is started again.
+    """
+
+    def __init__(self, notify: Notify) -> None:
+        self._notify = notify
+        self._process = _start()
+        self._started_again = False
+        self._ended = False
+
+    @property
+    def pid(self) -> int:
+        """Of the process that answers now."""
+        return self._process.pid
+
+    def ask(self, request: str) -> str:
+        """JSON of the plan that `request` asks for; one request at a time.
+
+        Raises:
+            FlexCPError: what the planner raised.
+            RunError: the process died a second time, or was ended.
+        """
+        while not (answer := self._exchange(request)).endswith("\n"):
+            self._start_again()
+        return read_answer(answer)
+
+    def _exchange(self, request: str) -> str:
+        """The answer; without its end if the process died before."""
+        try:
+            self._requests.write(request)
+            self._requests.flush()
+            return self._answers.readline()
+        except OSError:
+            return ""
+
+    def _start_again(self) -> None:
+        if self._ended:
+            raise RunError(
+                "the planner process was ended", "The engine was closed before this plan was made."
+            )
+        died = f"the planner process {self.pid} of rank 0 {_end_of(self._process)}"
+        if self._started_again:
+            raise RunError(
+                f"{died}, after it had been started again once",
+                "Its own output says why, or the machine is short of memory. Continue from a checkpoint.",
+            )
+        self._started_again = True
+        self.close()
+        self._process = _start()
+        self._notify(f"{died}; it was started again, and no plan is lost")
+
+    def end(self) -> None:
+        """Kill it; a request under way fails."""
+        self._ended = True
+        self._process.kill()
+
+    def close(self) -> None:
+        """Give back what a dead process leaves behind."""
+        self._process.wait()
+        for pipe in (self._requests, self._answers):
+            with contextlib.suppress(BrokenPipeError):  # a request that was never read
+                pipe.close()
+
+    @property
+    def _requests(self) -> IO[str]:
+        return cast(IO[str], self._process.stdin)
+
+    @property
+    def _answers(self) -> IO[str]:
+        return cast(IO[str], self._process.stdout)
 
 
-def meet(plan: Plan, supervised_tokens: int, trouble: Exception | None) -> int:
+def _start() -> subprocess.Popen[str]:
+    """In a session of its own: signals meant for training must not end it before training ends."""
+    return subprocess.Popen(
+        [sys.executable, "-c", _SERVE, json.dumps(sys.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        start_new_session=True,
+    )
+
+
+def _end_of(process: subprocess.Popen[str]) -> str:
+    code = process.wait()
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def meet(digest: str, supervised_tokens: int, trouble: Exception | None) -> int:
     """The exchange that opens a step; returns the supervised tokens of the whole global batch.
 
     Args:
-        plan: what this rank is about to run.
+        digest: SHA-256 of the plan that this rank is about to run.
         supervised_tokens: of this rank's rows.
         trouble: why this rank cannot run it (its data could not be read).
 
@@ -104,11 +196,11 @@ def meet(plan: Plan, supervised_tokens: int, trouble: Exception | None) -> int:
         DisagreementError: ranks hold different plans; they are named.
     """
     what = "the opening of a step"
-    digest = int(plan.digest[:15], 16)
-    mine = [supervised_tokens, digest, trouble is not None]
+    short = int(digest[:15], 16)
+    mine = [supervised_tokens, short, trouble is not None]
     rows = all_gather_rows(torch.tensor(mine, dtype=torch.int64, device=collective_device()), what)
     raise_first(rows[:, 2], trouble, what)
-    others = [rank for rank, row in enumerate(rows.tolist()) if row[1] != digest]
+    others = [rank for rank, row in enumerate(rows.tolist()) if row[1] != short]
     if others:
         raise DisagreementError(
             f"rank {dist.get_rank()} and ranks {others} hold different plans",

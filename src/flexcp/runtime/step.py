@@ -15,8 +15,8 @@ from flexcp.core.metrics import StepReport
 from flexcp.core.trace import task_detail
 from flexcp.runtime.batches import MicroBatch
 from flexcp.runtime.collectives import all_gather_rows, peers_in_reach
+from flexcp.runtime.feed import Prepared
 from flexcp.runtime.loss import token_loss_sum
-from flexcp.runtime.planning import PlannedStep
 from flexcp.runtime.sharding import clip_gradients
 
 if TYPE_CHECKING:
@@ -33,23 +33,15 @@ class Step:
         loss_sum: sum of the token losses that this rank has run so far.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        planned: PlannedStep,
-        micro_batches: list[MicroBatch],
-        supervised_tokens: int,
-        begun_s: float,
-        waited_s: float,
-    ) -> None:
+    def __init__(self, engine: Engine, prepared: Prepared, supervised_tokens: int, begun_s: float) -> None:
         self.index = engine.next_step
-        self.plan = planned.plan
+        self.plan = prepared.plan
         self.supervised_tokens = supervised_tokens
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
         self._engine = engine
-        self._planned = planned
-        self._left = {id(micro): micro for micro in micro_batches}
-        self._begun_s, self._waited_s = begun_s, waited_s
+        self._prepared = prepared
+        self._left = {id(micro): micro for micro in prepared.micro_batches}
+        self._begun_s = begun_s
         self._work_begun_s = self._task_begun_s = time.perf_counter()
         self._work_ended_s = 0.0
         self._busy_s = 0.0
@@ -58,8 +50,11 @@ class Step:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """This rank's micro-batches in plan order; there may be none."""
-        for micro in list(self._left.values()):
+        for waiting in list(self._left.values()):
             self._task_begun_s = time.perf_counter()
+            micro = waiting.to(self._engine.device)  # one at a time: the device holds no data of later tasks
+            del self._left[id(waiting)]
+            self._left[id(micro)] = micro
             yield micro
 
     def backward(self, output: Any, micro: MicroBatch) -> None:
@@ -126,7 +121,8 @@ class Step:
         engine = self._engine
         grad_norm = self.reduce_gradients()
         measured_s = self._work_ended_s - self._work_begun_s
-        mine = [float(self.loss_sum), self._busy_s, measured_s, self._waited_s]
+        waits_s = [self._prepared.plan_wait_s, self._prepared.data_wait_s]
+        mine = [float(self.loss_sum), self._busy_s, measured_s, sum(waits_s), *waits_s]
         row = torch.tensor(mine, dtype=torch.float64, device=engine.device)
         rows = all_gather_rows(row, "the end of a step")
         loss = float(rows[:, 0].sum()) / self.supervised_tokens
@@ -158,8 +154,10 @@ class Step:
             bound_s=self.plan.bound_s,
             measured_s=measured_s,
             step_s=step_s,
-            plan_s=self._planned.plan_s,
+            plan_s=self._prepared.plan_s,
             exposed_s=float(rows[:, 3].max()),
+            plan_wait_s=float(rows[:, 4].max()),
+            data_wait_s=float(rows[:, 5].max()),
             idle_share=max(0.0, 1.0 - float(rows[:, 1].mean()) / measured_s) if measured_s > 0 else 0.0,
         )
 

@@ -119,7 +119,7 @@ class Outputs:
         self._append(record)
         for name in ("loss", "grad_norm", "lr", "tokens_per_s", "gap", "idle_share"):
             self._scalar(f"train/{name}", record[name], report.step)
-        for name in ("predicted_s", "measured_s", "step_s", "plan_s", "exposed_s"):
+        for name in ("predicted_s", "measured_s", "step_s", "plan_s", "plan_wait_s", "data_wait_s"):
             self._scalar(f"time/{name}", record[name], report.step)
 
     def notice(self, text: str) -> None:
@@ -251,8 +251,10 @@ def _summary(reports: Sequence[StepReport], eval_losses: dict[int, float]) -> Ta
     table.add_row("predicted / measured time of tasks", f"{predicted:.1f} s / {measured:.1f} s")
     table.add_row("gap to the bound, mean", f"{sum(report.gap for report in reports) / len(reports):.3f}")
     table.add_row("planning, mean", f"{1e3 * sum(r.plan_s for r in reports) / len(reports):.0f} ms")
-    table.add_row(
-        "waited for plan and data",
-        f"{100 * sum(report.exposed_s for report in reports) / steps_s:.2f} % of the time",
-    )
+    later = reports[1:]  # the first step has nothing to hide its plan and data behind
+    later_s = sum(report.step_s for report in later) or 1.0
+    plan_wait = sum(report.plan_wait_s for report in later) / later_s
+    data_wait = sum(report.data_wait_s for report in later) / later_s
+    table.add_row("waited for the first plan and data", f"{reports[0].exposed_s:.2f} s")
+    table.add_row("waited later for plans, for data", f"{plan_wait:.2%}, {data_wait:.2%} of the time")
     return table

@@ -90,6 +90,7 @@ def train(world: World, config: TrainConfig, resume: bool = False, quiet: bool =
                     seed=run.seed,
                     clip_norm=config.optimizer.clip_norm,
                     on_step_end=schedule.step,
+                    on_notice=outputs.notice,
                     trace=trace,
                     timeout_s=run.timeout_s,
                 )

@@ -1,0 +1,189 @@
+"""Where the samples of a step come from: data with an index, or a stream.
+
+Which samples make up a step depends on neither the number of ranks nor the plan. A stream is decoded once,
+rank r decoding sample i where i mod N = r, and each sample then travels to the ranks that run it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flexcp.core.errors import DataError, DisagreementError
+from flexcp.core.plan import Plan
+from flexcp.core.sample import Sample
+from flexcp.runtime.batches import (
+    Dataset,
+    Example,
+    Stream,
+    load_examples,
+    rank_samples,
+    reading_failed,
+)
+from flexcp.runtime.collectives import all_gather_rows, peers_in_reach, raise_first
+from flexcp.runtime.order import batch_indices
+from flexcp.runtime.packets import example_of, packet_of
+
+
+class Source(Protocol):
+    """Samples step by step. The feed's thread calls both methods on all ranks, in the same order."""
+
+    def samples(self, step: int) -> tuple[Sample, ...]:
+        """The global batch of a step; empty behind the last one. Steps ascend by one."""
+
+    def examples(self, step: int, plan: Plan) -> dict[int, Example]:
+        """What this rank needs, by position in the global batch; once for each step."""
+
+
+class MapSource:
+    """Map-style data: each rank reads what the plan gives it.
+
+    Args:
+        dataset: the data.
+        indices: samples of a step; none behind the last one.
+    """
+
+    def __init__(self, dataset: Dataset, indices: Callable[[int], Sequence[int]]) -> None:
+        self._dataset = dataset
+        self._indices = indices
+
+    def samples(self, step: int) -> tuple[Sample, ...]:
+        """Lengths are known, so nothing is read."""
+        lengths = self._dataset.lengths
+        return tuple(Sample(int(index), int(lengths[index])) for index in self._indices(step))
+
+    def examples(self, step: int, plan: Plan) -> dict[int, Example]:
+        """Read them; see `load_examples`."""
+        return load_examples(self._dataset, plan, dist.get_rank())
+
+
+class StreamSource:
+    """A stream: step k is records k·B to (k + 1)·B, so a resumed run needs only its step.
+
+    Args:
+        stream: the data.
+        global_batch: B.
+        steps: stop before this step; None for the end of the stream.
+        group: of all ranks, on the host; lengths and samples travel over it.
+    """
+
+    def __init__(
+        self, stream: Stream, global_batch: int, steps: int | None, group: dist.ProcessGroup
+    ) -> None:
+        self._stream = stream
+        self._global_batch = global_batch
+        self._steps = steps
+        self._group = group
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._records: Iterator[Any] | None = None
+        self._at = 0
+        self._ended = False
+        self._shares: dict[int, tuple[dict[int, Tensor], NDArray[np.int64]]] = {}
+
+    def samples(self, step: int) -> tuple[Sample, ...]:
+        """Decode this rank's share and gather all lengths.
+
+        Raises:
+            DataError: of the first rank that could not read, on all ranks.
+            DisagreementError: ranks see different streams.
+        """
+        if self._ended or (self._steps is not None and step >= self._steps):
+            return ()
+        packets: dict[int, Tensor] = {}
+        sizes = np.zeros((-(-self._global_batch // self._ranks), 2), dtype=np.int64)
+        trouble: Exception | None = None
+        try:
+            for position, example in self._share(step):
+                packets[position] = packet_of(example)
+                sizes[position // self._ranks] = len(example["input_ids"]), len(packets[position])
+        except Exception as error:
+            self._records = None
+            trouble = reading_failed(self._stream, self._at, self._rank, error)
+        sizes = self._gather(sizes, trouble)
+        self._shares[step] = packets, sizes[:, 1]
+        first = step * self._global_batch
+        return tuple(Sample(first + position, tokens) for position, (tokens, _) in enumerate(sizes.tolist()))
+
+    def examples(self, step: int, plan: Plan) -> dict[int, Example]:
+        """Samples from the ranks that decoded them to those that hold rows of them, whole."""
+        packets, sizes = self._shares.pop(step)
+        needed = [sorted(rank_samples(plan, rank)) for rank in range(self._ranks)]
+        sent = [[packets[p] for p in positions if p in packets] for positions in needed]
+        mine = sorted(needed[self._rank], key=lambda position: (position % self._ranks, position))
+        received = torch.empty(int(sizes[mine].sum()), dtype=torch.uint8)
+        with peers_in_reach("the exchange of samples"):
+            dist.all_to_all_single(
+                received,
+                torch.cat([torch.empty(0, dtype=torch.uint8), *itertools.chain.from_iterable(sent)]),
+                [
+                    int(sizes[[p for p in mine if p % self._ranks == rank]].sum())
+                    for rank in range(self._ranks)
+                ],
+                [sum(map(len, packets)) for packets in sent],
+                group=self._group,
+            )
+        parts = torch.split(received, sizes[mine].tolist())
+        return {position: example_of(part) for position, part in zip(mine, parts, strict=True)}
+
+    def _share(self, step: int) -> Iterator[tuple[int, Example]]:
+        """Samples that this rank decodes, by position in the global batch."""
+        first = step * self._global_batch
+        if self._records is None or self._at != first:
+            self._at = first
+            self._records = iter(self._stream.records(first))
+        for record in itertools.islice(self._records, self._global_batch):
+            position = self._at - first
+            if position % self._ranks == self._rank:
+                example = self._stream.decode(record)
+                if not len(example["input_ids"]):
+                    raise DataError("it has no tokens", "Leave such samples out of the stream.")
+                yield position, example
+            self._at += 1
+
+    def _gather(self, mine: NDArray[np.int64], trouble: Exception | None) -> NDArray[np.int64]:
+        """[samples of the step, 2]: tokens and bytes of all of them."""
+        what = "gathering the lengths of a stream"
+        row = torch.tensor([trouble is not None, *mine.reshape(-1).tolist()], dtype=torch.int64)
+        rows = all_gather_rows(row, what, self._group)
+        raise_first(rows[:, 0], trouble, what, self._group)
+        by_rank = rows[:, 1:].reshape(self._ranks, -1, 2)
+        sizes: NDArray[np.int64] = by_rank.transpose(0, 1).reshape(-1, 2)[: self._global_batch].numpy()
+        count = int((sizes[:, 0] > 0).sum())
+        if not sizes[:count, 0].all():
+            missing = int((sizes[:, 0] == 0).argmax())
+            raise DisagreementError(
+                f"the stream ended on rank {missing % self._ranks} and went on on another rank",
+                "Stream.records must give the same records on every rank.",
+            )
+        self._ended = count < self._global_batch
+        return sizes[:count]
+
+
+def training_source(
+    dataset: Dataset | Stream, global_batch: int, seed: int, steps: int | None, group: dist.ProcessGroup
+) -> Source:
+    """Steps of a training run, up to `steps`; a stream may end before."""
+    if isinstance(dataset, Stream):
+        return StreamSource(dataset, global_batch, steps, group)
+
+    def indices(step: int) -> Sequence[int]:
+        over = steps is not None and step >= steps
+        chosen: list[int] = [] if over else batch_indices(len(dataset), global_batch, seed, step).tolist()
+        return chosen
+
+    return MapSource(dataset, indices)
+
+
+def whole_source(dataset: Dataset | Stream, global_batch: int, group: dist.ProcessGroup) -> Source:
+    """Every sample once, in order; the last batch may be smaller."""
+    if isinstance(dataset, Stream):
+        return StreamSource(dataset, global_batch, None, group)
+    every = range(len(dataset))
+    return MapSource(dataset, lambda step: every[step * global_batch : (step + 1) * global_batch])

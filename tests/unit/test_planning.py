@@ -1,0 +1,164 @@
+"""Planning beside training: the same plans from another process, and what happens when that process dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flexcp.core.cluster import Cluster
+from flexcp.core.errors import FlexCPError, RunError, SampleTooLongError
+from flexcp.core.model_shape import ModelShape
+from flexcp.core.plan import Plan
+from flexcp.core.sample import Sample, samples_from_lengths
+from flexcp.cost.model import cost_model
+from flexcp.cost.presets import hardware
+from flexcp.planner import Planner, serve
+from flexcp.runtime.planning import PlannerProcess, Planning
+
+SHAPE = ModelShape("tiny", 2, 32, 4, 2, 8, 48, 97)
+PLANNER = Planner(
+    Cluster(6, 1000, 3, speeds=(1.0, 1.0, 0.5, 1.0, 0.25, 1.0)), cost_model(SHAPE, hardware("cpu"))
+)
+SAMPLES = samples_from_lengths([5000, 1200, 700, 700, 90, 3, 1])
+
+
+@pytest.fixture
+def notices() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def process(notices: list[str]) -> Iterator[PlannerProcess]:
+    process = PlannerProcess(notices.append)
+    yield process
+    process.end()
+    process.close()
+
+
+def kill(process: PlannerProcess) -> int:
+    """Its id; returns when it is dead."""
+    pid = process.pid
+    os.kill(pid, signal.SIGKILL)
+    end_s = time.monotonic() + 30
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    return pid
+
+
+@pytest.mark.parametrize(
+    "planner",
+    [PLANNER, replace(PLANNER, policy="ulysses", mode="lockstep", whole_below_tokens=7)],
+    ids=["default", "every field"],
+)
+def test_a_request_arrives_as_it_was(planner: Planner) -> None:
+    """To the bit, with speeds, links and spans; so the plan is the one made here."""
+    samples = (Sample(9, 40, spans=((3, 9), (10, 12))), Sample(2, 1))
+
+    assert serve.read_request(serve.request_line(planner, samples)) == (planner, samples)
+
+
+def test_a_process_plans_as_this_one_does(process: PlannerProcess, notices: list[str]) -> None:
+    """Several requests over one process, the same text each time."""
+    expected = PLANNER(SAMPLES)
+    texts = [process.ask(serve.request_line(PLANNER, SAMPLES)) for _ in range(3)]
+
+    assert texts == [expected.to_json()] * 3
+    assert Plan.from_json(texts[0]) == expected
+    assert notices == []
+
+
+def test_what_the_planner_raises_arrives_whole(process: PlannerProcess) -> None:
+    """Of the same kind; the process lives on."""
+    with pytest.raises(SampleTooLongError, match="sample 0 has 9000 tokens") as caught:
+        process.ask(serve.request_line(PLANNER, samples_from_lengths([9000])))
+
+    assert "It fits on 9 ranks" in caught.value.remedy
+    with pytest.raises(FlexCPError, match="KeyError: 'cost'"):
+        process.ask('{"planner": {}, "samples": []}\n')
+    assert process.ask(serve.request_line(PLANNER, SAMPLES)) == PLANNER(SAMPLES).to_json()
+
+
+def test_a_dead_process_is_started_again_once_and_then_named(
+    process: PlannerProcess, notices: list[str]
+) -> None:
+    """Killed between requests: nothing is lost. Killed again: the sentence names it and how it died."""
+    request = serve.request_line(PLANNER, SAMPLES)
+    before = process.ask(request)
+    first = kill(process)
+    assert process.ask(request) == before
+    assert process.pid != first
+    assert len(notices) == 1
+    assert notices[0].startswith(
+        f"the planner process {first} of rank 0 was killed by SIGKILL; it was started"
+    )
+    second = kill(process)
+    with pytest.raises(RunError) as caught:
+        process.ask(request)
+
+    assert caught.value.cause == (
+        f"the planner process {second} of rank 0 was killed by SIGKILL, after it had been started again once"
+    )
+    assert "Continue from a checkpoint" in caught.value.remedy
+    assert len(notices) == 1
+
+
+def test_a_process_killed_while_it_plans_loses_nothing(notices: list[str]) -> None:
+    """The request under way is asked again of the next process."""
+    planning = Planning(PLANNER, notices.append)
+    assert planning.process is not None
+    try:
+        os.kill(planning.process.pid, signal.SIGSTOP)  # it has the request and will never answer
+        future = planning.submit(SAMPLES)
+        time.sleep(0.2)
+        assert not future.done()
+        os.kill(planning.process.pid, signal.SIGKILL)
+        assert future.result(timeout=60).text == PLANNER(SAMPLES).to_json()
+    finally:
+        planning.close()
+    assert len(notices) == 1
+
+
+def test_closing_does_not_wait_for_a_plan(notices: list[str]) -> None:
+    """A plan under way and one behind it fail; no process is left, and none is started again."""
+    planning = Planning(PLANNER, notices.append)
+    assert planning.process is not None
+    os.kill(planning.process.pid, signal.SIGSTOP)
+    under_way = [planning.submit(SAMPLES) for _ in range(2)]
+    pid = planning.process.pid
+    planning.close()
+
+    for future in under_way:
+        assert isinstance(future.exception(timeout=0), RunError)
+    assert not Path(f"/proc/{pid}").exists()
+    assert notices == []
+
+
+def test_the_process_needs_no_torch_and_ends_with_its_input() -> None:
+    """What rank 0 starts is light, keeps strays off its answers, and leaves when nobody can ask."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from flexcp.planner import serve\n"
+        "answer = serve.answer_line\n"
+        "serve.answer_line = lambda request: (print('a stray line', flush=True), answer(request))[1]\n"
+        "serve.main()"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        input=serve.request_line(PLANNER, SAMPLES),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == f"plan {PLANNER(SAMPLES).to_json()}\n"
+    assert ran.stderr == "a stray line\n"
