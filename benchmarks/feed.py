@@ -93,7 +93,7 @@ def run(batches, planner, turns):
 
 
 HEAD = [
-    "| plans are made | plan or data late | plan ms | opening a step, ms | of these steps | of predicted ones |",
+    "| planning | plan or data late | plan ms | opening a step, ms | of these steps | of predicted ones |",
     "|---|---|---|---|---|---|",
 ]
 

@@ -24,9 +24,8 @@ from flexcp.planner import Planner, serve
 from flexcp.runtime.planning import PlannerProcess, Planning
 
 SHAPE = ModelShape("tiny", 2, 32, 4, 2, 8, 48, 97)
-PLANNER = Planner(
-    Cluster(6, 1000, 3, speeds=(1.0, 1.0, 0.5, 1.0, 0.25, 1.0)), cost_model(SHAPE, hardware("cpu"))
-)
+PLANNER = Planner(Cluster(6, 1000, 3), cost_model(SHAPE, hardware("cpu")))
+UNEQUAL = Cluster(2, 50, 1, speeds=(1.0, 0.25))
 SAMPLES = samples_from_lengths([5000, 1200, 700, 700, 90, 3, 1])
 
 
@@ -47,16 +46,28 @@ def kill(process: PlannerProcess) -> int:
     """Its id; returns when it is dead."""
     pid = process.pid
     os.kill(pid, signal.SIGKILL)
-    end_s = time.monotonic() + 30
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
+    wait_for_the_end_of(pid)
     return pid
+
+
+def wait_for_the_end_of(pid: int) -> None:
+    end_s = time.monotonic() + 30
+    while not has_ended(pid):
+        assert time.monotonic() < end_s, "it lives on"
+        time.sleep(0.01)
+
+
+def has_ended(pid: int) -> bool:
+    """Also if nobody has waited for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 @pytest.mark.parametrize(
     "planner",
-    [PLANNER, replace(PLANNER, policy="ulysses", mode="lockstep", whole_below_tokens=7)],
+    [PLANNER, replace(PLANNER, cluster=UNEQUAL, policy="ulysses", mode="lockstep", whole_below_tokens=7)],
     ids=["default", "every field"],
 )
 def test_a_request_arrives_as_it_was(planner: Planner) -> None:
@@ -162,3 +173,25 @@ def test_the_process_needs_no_torch_and_ends_with_its_input() -> None:
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == f"plan {PLANNER(SAMPLES).to_json()}\n"
     assert ran.stderr == "a stray line\n"
+
+
+def test_the_process_does_not_outlive_its_parent_in_the_middle_of_a_plan() -> None:
+    """A rank that is killed leaves nothing behind that plans on."""
+    code = (
+        "import time\n"
+        "from flexcp.planner import serve\n"
+        "serve.answer_line = lambda request: time.sleep(600)\n"
+        "serve.main()"
+    )
+    parent = (
+        "import os, subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {code!r}], stdin=subprocess.PIPE, text=True)\n"
+        "child.stdin.write('a request\\n')\n"
+        "child.stdin.flush()\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(3)\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    ran = subprocess.run([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, timeout=60)
+    wait_for_the_end_of(int(ran.stdout))
+    assert ran.returncode == -signal.SIGKILL

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -18,6 +20,8 @@ from flexcp.core.errors import error_from_json, error_to_json
 from flexcp.core.sample import Sample
 from flexcp.cost.model import CostModel, Link
 from flexcp.planner.make import Planner
+
+_LOOK_S = 1.0
 
 
 def request_line(planner: Planner, samples: Sequence[Sample]) -> str:
@@ -63,9 +67,17 @@ def _planner_from_json(body: dict[str, Any]) -> Planner:
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Answer until the input ends, or whoever asked is gone."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints must not pass for an answer
     for request in sys.stdin:
         answers.write(answer_line(request))
         answers.flush()
+
+
+def _end_with(parent: int) -> None:
+    """A plan may take long, and nobody waits for it any more."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    os._exit(1)
