@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.run_folders import BATCHES, write_run
+
+from flexcp.core.cluster import Cluster
 
 LENGTHS = Path(__file__).parents[1] / "data" / "python_source_lengths_qwen.json"
 HEAVY = ("torch", "transformers", "tokenizers", "pyarrow", "tensorboard", "scipy")
@@ -70,6 +73,19 @@ def test_simulate_without_torch():
 
     assert result.returncode == 0, result.stderr
     assert [step["step"] for step in json.loads(result.stdout)["steps"]] == list(range(6))
+
+
+def test_report_without_torch(tmp_path):
+    """`flexcp report` draws a plan and a run on a base install."""
+    write_run(tmp_path / "run", BATCHES, Cluster(8, 2048, 4))
+    out = tmp_path / "plan.json"
+    plan = ["plan", str(LENGTHS), "--model", "qwen3-8b", "--ranks", "16", "--json", "--out", str(out)]
+    calls = [plan, ["report", str(out)], ["report", str(tmp_path / "run")]]
+    result = run(f"from flexcp.cli import main; sys.exit(max(main(call) for call in {calls!r}))")
+
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "report.html").exists()
+    assert (tmp_path / "run" / "report.html").exists()
 
 
 def test_help_and_env_without_torch():

@@ -17,7 +17,9 @@ import pytest
 import torch.distributed as dist
 
 from flexcp.core.errors import CheckpointError, ConfigError, DataError
+from flexcp.core.run_folder import read_reports
 from flexcp.core.trace import read_spans
+from flexcp.report.page.from_run import subject_of_run
 from tests.harness import run_ranks
 
 SOURCES = {f"module_{i}.py": "x = 1  # a line of text\n" * (3 + 7 * i % 40) for i in range(24)}
@@ -87,6 +89,17 @@ def test_resume_is_bitwise(tmp_path: Path, sharding: str) -> None:
     spans = [span for path in run.glob("trace/from-step-00000000/rank-*.jsonl") for span in read_spans(path)]
     degrees = {span.detail["degree"] for span in spans if span.name == "task" and span.detail}
     assert degrees >= {1, 2}
+    subject = subject_of_run(run)  # of both attempts
+    reports = list(read_reports(run))
+    assert subject.steps == tuple(range(10))
+    assert sum(subject.lengths.tokens) == pytest.approx(sum(report.tokens for report in reports))
+    assert sum(share.tasks for share in subject.degrees) == sum(sum(r.degrees.values()) for r in reports)
+    assert 0 < max(subject.memory.peak_tokens) <= 400
+    for timeline in subject.timelines:
+        predicted, measured = timeline.panels
+        assert predicted.end_s == pytest.approx(reports[timeline.step].predicted_s)
+        assert measured.end_s == pytest.approx(reports[timeline.step].measured_s, rel=0.5, abs=0.05)
+        assert all(len(box.ranks) == box.degree for box in measured.boxes)
 
 
 def train_and_fill_the_disk(world: Any, folder: Path) -> tuple[str, list[str], list[int]]:

@@ -242,6 +242,7 @@ def test_many_steps_are_thinned(tmp_path: Path) -> None:
     assert "334 of 1,000 steps" in "".join(tree.texts)
     assert len(subject_of_run(tmp_path, 777).timelines) == 8
     assert 777 in [timeline.step for timeline in subject_of_run(tmp_path, 777).timelines]
+    assert '<option value="777" selected>' in page(subject_of_run(tmp_path, 777))
 
 
 def test_a_resumed_run_shows_the_latest_attempt(run: Path) -> None:
@@ -296,7 +297,7 @@ def break_run(run: Path, how: str) -> None:
         ("bad metrics", "metrics.jsonl, line 2, is damaged (ValueError: NaN", "Copy the folder again"),
         ("missing field", "metrics.jsonl, line 1, is damaged (KeyError: 'bound_s')", "Copy the folder"),
         ("negative time", "metrics.jsonl, line 1, is damaged (ValueError: step_s is -", "Copy the folder"),
-        ("time runs back", "rank-3.jsonl: a task of step 0 lacks or garbles end_s -", "run again"),
+        ("time runs back", "rank-3.jsonl, line 1, is damaged (ValueError: end_s is -", "Copy the folder"),
         ("no trace", "has no trace folder", "Copy the whole run folder"),
         ("bad trace", "rank-3.jsonl, line 1, is damaged (TypeError", "Copy the folder again"),
         ("old trace", "rank-3.jsonl: a task of step 0 lacks or garbles 'predicted_start_s'", "run again"),
@@ -328,7 +329,7 @@ def test_damaged_runs_are_named(run: Path, capfd, how: str, cause: str, remedy: 
         (lambda text: re.sub(r'"tasks": ', '"no_tasks": ', text), "has no tasks: it is what --json prints"),
         (lambda text: json.dumps(json.loads(text) | {"policies": {"a": {"refusal": "why"}}}), "no plan: why"),
         (lambda text: text.replace('"start_s": 0.0', '"start_s": "soon"'), "is damaged (ValueError"),
-        (lambda text: re.sub(r'"end_s": ', '"end_s": -', text), "a task from 0.0 s to -"),
+        (lambda text: re.sub(r'"end_s": ', '"end_s": -', text), "a task goes from 0.0 s to -"),
         (
             lambda text: re.sub(r'"bound_s": [\d.e-]+', '"bound_s": 0', text),
             "is damaged (ValueError: bound_s is 0",

@@ -33,7 +33,7 @@ def report(
         ),
     ] = None,
     step: Annotated[
-        int | None, typer.Option(help="Step of the .svg and of the terminal.", show_default="the first")
+        int | None, typer.Option(help="Step of the .svg and of the terminal.", show_default="an early one")
     ] = None,
 ) -> None:
     """Show a run or a plan as one page that opens without network.

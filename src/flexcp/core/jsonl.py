@@ -1,4 +1,4 @@
-"""Files of one JSON object a line, as runs write them while they run."""
+"""Files of one JSON object a line, as runs write them while they run, and checks of what is read."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ def read_lines(path: Path, make: Callable[[dict[str, Any]], _Value]) -> Iterator
     Raises:
         InputError: another line is damaged; it is named.
     """
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
+    try:
+        file = path.open(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror})", "Change its permissions.") from None
+    with file:
+        for position, line in enumerate(file, 1):
             if not line.endswith("\n"):
                 return
             try:
                 value = make(parse_json(line))
             except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
                 raise InputError(
-                    f"{path}, line {number}, is damaged ({type(error).__name__}: {error})",
+                    f"{path}, line {position}, is damaged ({type(error).__name__}: {error})",
                     "Copy the folder again, or remove the line.",
                 ) from None
             yield value
@@ -52,6 +56,31 @@ def parse_json(text: str) -> Any:
     ValueError: NaN is not a number of JSON
     """
     return json.loads(text, parse_constant=_refuse)
+
+
+_PLAUSIBLE = 1e15  # seconds, tokens, ranks: whatever it is, more is garbage
+
+
+def number(value: Any, name: str, least: float = -_PLAUSIBLE) -> float:
+    """A number that JSON carried.
+
+    Raises:
+        ValueError: it is something else, below `least`, or beyond all reason.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= _PLAUSIBLE:
+        raise ValueError(f"{name} is {value!r}")
+    return value
+
+
+def whole(value: Any, name: str, least: int = 0) -> int:
+    """A whole number that JSON carried.
+
+    Raises:
+        ValueError: it is something else, below `least`, or beyond all reason.
+    """
+    if not isinstance(value, int):
+        raise ValueError(f"{name} is {value!r}")
+    return int(number(value, name, least))
 
 
 def _refuse(name: str) -> NoReturn:

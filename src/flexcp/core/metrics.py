@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from flexcp.core.jsonl import number, whole
+
+_LEAST_S = 1e-12  # no step is shorter
+
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
@@ -65,11 +69,18 @@ class StepReport:
 
         Raises:
             KeyError: a field is missing.
-            ValueError: a time that others are divided by is not positive.
+            ValueError: one is not a number of its kind, or a time that others are divided by is not positive.
         """
         values = {field.name: record[field.name] for field in fields(cls)}
+        for name in ("step", "tokens", "supervised_tokens"):
+            whole(values[name], name)
+        for name in ("measured_s", "plan_s", "exposed_s", "idle_share"):
+            number(values[name], name, 0.0)
         for name in ("predicted_s", "bound_s", "step_s"):
-            if not values[name] > 0:
-                raise ValueError(f"{name} is {values[name]}")
-        values["degrees"] = {int(degree): count for degree, count in values["degrees"].items()}
+            number(values[name], name, _LEAST_S)
+        for name in ("loss", "grad_norm"):
+            if values[name] is not None:
+                number(values[name], name)
+        degrees = values["degrees"].items()
+        values["degrees"] = {int(degree): whole(count, "a count of degrees") for degree, count in degrees}
         return cls(**values)

@@ -11,11 +11,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import InputError
-from flexcp.core.jsonl import parse_json, read_lines
+from flexcp.core.jsonl import parse_json, read_lines, whole
 from flexcp.core.metrics import StepReport
 from flexcp.core.plan import Mode
 
@@ -70,12 +70,25 @@ def read_info(folder: Path) -> RunInfo:
                 f"{path} has the schema {schema!r}, this version reads {RUN_SCHEMA!r}",
                 "Read it with the version of flexcp that wrote it, or run again.",
             )
-        return RunInfo(**{**body, "cluster": Cluster(**body["cluster"])})
+        return _checked(RunInfo(**{**body, "cluster": Cluster(**body["cluster"])}))
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{path} is damaged ({type(error).__name__}: {error})",
             "Copy it again; a run that was resumed writes it anew.",
         ) from None
+
+
+def _checked(info: RunInfo) -> RunInfo:
+    for name in ("model", "hardware", "policy"):
+        if not isinstance(getattr(info, name), str):
+            raise ValueError(f"{name} is {getattr(info, name)!r}")
+    for name, known in (("origin", get_args(Origin)), ("mode", get_args(Mode))):
+        if getattr(info, name) not in known:
+            raise ValueError(f"{name} is {getattr(info, name)!r}")
+    for name in ("ranks", "tokens_per_rank", "ranks_per_node"):
+        whole(getattr(info.cluster, name), name, 1)
+    whole(info.whole_below_tokens, "whole_below_tokens")
+    return info
 
 
 def trace_path(folder: Path, first_step: int, rank: int) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from flexcp.core.jsonl import read_lines
+from flexcp.core.jsonl import number, read_lines, whole
 from flexcp.core.plan import Plan, Task
 
 
@@ -87,7 +87,16 @@ def read_spans(path: Path) -> Iterator[Span]:
     Raises:
         InputError: another line is damaged; it is named.
     """
-    return read_lines(path, lambda record: Span(**record))
+    return read_lines(path, _span)
+
+
+def _span(record: dict[str, Any]) -> Span:
+    span = Span(**record)
+    whole(span.rank, "rank")
+    whole(span.step, "step", -1)
+    start_s = number(span.start_s, "start_s")
+    number(span.end_s, "end_s", start_s)
+    return span
 
 
 def to_perfetto(spans: Iterable[Span]) -> str:

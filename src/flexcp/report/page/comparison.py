@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from flexcp.core.errors import FlexCPError
+from flexcp.core.errors import FlexCPError, InputError
+from flexcp.core.jsonl import number
 from flexcp.core.plan import Plan
 from flexcp.core.run_folder import RunInfo
 from flexcp.core.sample import Sample
@@ -29,6 +30,16 @@ def compare_policies(
         return (), ("Policies are not compared: the run is too large. flexcp plan compares them.",)
     if not traces.whole or not batches:
         return (), ("Policies are not compared: the traces are not complete.",)
+    try:
+        return _compare(info, batches), ()
+    except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeWarning) as error:
+        raise InputError(
+            f"the coefficients in run.json cannot be used ({type(error).__name__}: {error})",
+            "Copy run.json again; a run that was resumed writes it anew.",
+        ) from None
+
+
+def _compare(info: RunInfo, batches: Sequence[Sequence[Sample]]) -> tuple[PolicyRow, ...]:
     cost = _cost(info)
     names = [name for name in reversed(POLICIES) if name not in (*_SLOW, info.policy)]
     rows = []
@@ -49,12 +60,19 @@ def compare_policies(
             rows.append(PolicyRow(name, refusal=error.cause))
         else:
             rows.append(_row(name, plans))
-    return tuple(rows), ()
+    return tuple(rows)
 
 
 def _cost(info: RunInfo) -> CostModel:
-    links = {name: Link(**info.coefficients[name]) for name in ("intra", "inter")}
-    return CostModel(**{**info.coefficients, **links})
+    values = dict(info.coefficients)
+    links = {name: Link(**values[name]) for name in ("intra", "inter")}
+    for link in links.values():
+        number(link.bytes_per_s, "bytes_per_s", 1.0)
+        number(link.latency_s, "latency_s", 0.0)
+    for name, value in values.items():
+        if name not in (*links, "exchange"):
+            number(value, name, 0.0)
+    return CostModel(**{**values, **links})
 
 
 def _samples(timeline: Timeline) -> list[Sample]:
@@ -69,7 +87,7 @@ def _row(name: str, plans: Sequence[Plan]) -> PolicyRow:
     degrees: Counter[int] = Counter()
     for plan in plans:
         degrees.update(plan.degrees)
-    total_s = sum(plan.step_s for plan in plans)
+    total_s = number(sum(plan.step_s for plan in plans), f"the time of {name}", 1e-12)
     return PolicyRow(
         name,
         step_s=total_s / len(plans),

@@ -9,9 +9,9 @@ from typing import Any
 
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import InputError
-from flexcp.core.jsonl import parse_json
+from flexcp.core.jsonl import number, parse_json, whole
 from flexcp.core.layout import make_layout
-from flexcp.core.plan import Plan, Task
+from flexcp.core.plan import EXCHANGE_KINDS, Plan, Task
 from flexcp.core.sample import Sample
 from flexcp.report.page.limits import MOST_STEPS, shown_ranks
 from flexcp.report.page.subject import (
@@ -30,6 +30,7 @@ from flexcp.report.page.subject import (
 from flexcp.report.tables import format_seconds
 
 PLAN_REPORT_SCHEMA = "flexcp.plan-report/2"
+_REMEDY = "Write it with: flexcp plan … --out plan.json"
 
 
 def read_plan_report(path: Path) -> dict[str, Any]:
@@ -38,24 +39,29 @@ def read_plan_report(path: Path) -> dict[str, Any]:
     Raises:
         InputError: not JSON, another schema, without tasks, or no policy has a plan.
     """
-    remedy = "Write it with: flexcp plan … --out plan.json"
     try:
         body = parse_json(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not whole JSON ({type(error).__name__}: {error})", remedy) from None
+        raise InputError(f"{path} is not whole JSON ({type(error).__name__}: {error})", _REMEDY) from None
     except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror})", remedy) from None
+        raise InputError(f"{path} cannot be read ({error.strerror})", _REMEDY) from None
     schema = body.get("schema") if isinstance(body, dict) else None
     if not isinstance(body, dict) or schema != PLAN_REPORT_SCHEMA:
         said = f"has the schema {schema!r}" if schema else "has no schema"
-        raise InputError(f"{path} {said}; a page is made of {PLAN_REPORT_SCHEMA!r}", remedy)
-    served = _served(body)
-    if not served:
-        refusals = "; ".join(str(policy.get("refusal")) for policy in body["policies"].values())
-        raise InputError(f"{path} holds no plan: {refusals}", "Plan again with what the reason asks for.")
-    if not all("tasks" in step for step in served[list(served)[-1]]["steps"]):
-        raise InputError(f"{path} has no tasks: it is what --json prints", remedy)
+        raise InputError(f"{path} {said}; a page is made of {PLAN_REPORT_SCHEMA!r}", _REMEDY)
+    try:
+        _check_plans(body, path)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise _damaged(path, error) from None
     return body
+
+
+def _check_plans(body: Mapping[str, Any], path: Path) -> None:
+    if not _served(body):
+        refusals = "; ".join(str(policy["refusal"]) for policy in body["policies"].values())
+        raise InputError(f"{path} holds no plan: {refusals}", "Plan again with what the reason asks for.")
+    if not all("tasks" in step for step in _main_policy(body)[1]["steps"]):
+        raise InputError(f"{path} has no tasks: it is what --json prints", _REMEDY)
 
 
 def subject_of_plan(path: Path, step: int | None = None) -> Subject:
@@ -85,7 +91,7 @@ def _served(body: Mapping[str, Any]) -> dict[str, Any]:
     policies = body.get("policies")
     if not isinstance(policies, dict):
         return {}
-    return {name: policy for name, policy in policies.items() if policy.get("steps")}
+    return {name: one for name, one in policies.items() if isinstance(one, dict) and one.get("steps")}
 
 
 def _main_policy(body: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -102,16 +108,20 @@ def _plan(body: Mapping[str, Any], name: str, step: Mapping[str, Any]) -> Plan:
     for task in step["tasks"]:
         first = len(samples)
         pairs = zip(task["samples"], task["tokens"], strict=True)
-        samples.extend(Sample(int(number), int(tokens)) for number, tokens in pairs)
+        samples.extend(Sample(whole(i, "a sample"), whole(tokens, "a length", 1)) for i, tokens in pairs)
         positions = tuple(range(first, len(samples)))
-        ranks = tuple(int(rank) for rank in task["ranks"])
-        start_s, end_s = float(task["start_s"]), float(task["end_s"])
-        if not 0 <= start_s < end_s:
-            raise ValueError(f"a task from {start_s} s to {end_s} s")
+        ranks = tuple(whole(rank, "a rank") for rank in task["ranks"])
+        start_s, end_s = number(task["start_s"], "start_s", 0.0), number(task["end_s"], "end_s")
+        if not start_s < end_s:
+            raise ValueError(f"a task goes from {start_s} s to {end_s} s")
+        if task["exchange"] not in EXCHANGE_KINDS:
+            raise ValueError(f"exchange is {task['exchange']!r}")
         tasks.append(Task(positions, ranks, int(task["wave"]), start_s, end_s, task["exchange"]))
-    if not float(step["bound_s"]) > 0:
-        raise ValueError(f"bound_s is {step['bound_s']}")
-    cluster = Cluster(given["ranks"], given["tokens_per_rank"], given["ranks_per_node"])
+    cluster = Cluster(
+        whole(given["ranks"], "ranks", 1),
+        whole(given["tokens_per_rank"], "tokens_per_rank", 1),
+        whole(given["ranks_per_node"], "ranks_per_node", 1),
+    )
     return Plan(
         policy=name,
         mode=given["mode"],
@@ -119,7 +129,7 @@ def _plan(body: Mapping[str, Any], name: str, step: Mapping[str, Any]) -> Plan:
         whole_below_tokens=given["whole_below_tokens"],
         samples=tuple(samples),
         tasks=tuple(tasks),
-        bound_s=float(step["bound_s"]),
+        bound_s=_seconds(step, "bound_s"),
     )
 
 
@@ -129,7 +139,7 @@ def _subject(body: Mapping[str, Any], file_name: str, step: int | None) -> Subje
     baseline = body["baseline"] if body["baseline"] in served else ""
     compared = [name, *([baseline] if baseline and baseline != name else [])]
     steps = policy["steps"]
-    chosen = choose_steps([one["step_s"] for one in steps], MOST_STEPS, step)
+    chosen = choose_steps([_seconds(one, "step_s") for one in steps], MOST_STEPS, step)
     plans = {
         (which, index): _plan(body, which, served[which]["steps"][index])
         for which in compared
@@ -149,9 +159,10 @@ def _subject(body: Mapping[str, Any], file_name: str, step: int | None) -> Subje
     timelines = []
     for index in chosen:
         panels = [Panel(which, _boxes(plans[which, index])) for which in compared if (which, index) in plans]
-        timelines.append(Timeline(index, tuple(panels), float(steps[index]["bound_s"])))
+        timelines.append(Timeline(index, tuple(panels), _seconds(steps[index], "bound_s")))
     return Subject(
         title=file_name,
+        subtitle=f"{given['model']} on {given['ranks']:,} × {given['hardware']}",
         origin="planned",
         verdict=str(body["verdict"]),
         advice=(),
@@ -163,15 +174,16 @@ def _subject(body: Mapping[str, Any], file_name: str, step: int | None) -> Subje
         whole_below_tokens=main[0].whole_below_tokens,
         ranks_shown=rows,
         steps=tuple(range(len(steps))),
+        focus=chosen[0] if step is None else step,
         curves=(
             *(
-                Curve(which, tuple(float(step["step_s"]) for step in served[which]["steps"]), style)
+                Curve(which, tuple(_seconds(step, "step_s") for step in served[which]["steps"]), style)
                 for which, style in zip(compared, ("main", "other"), strict=False)
             ),
-            Curve("bound", tuple(float(step["bound_s"]) for step in steps), "bound"),
+            Curve("bound", tuple(_seconds(step, "bound_s") for step in steps), "bound"),
         ),
         gaps=tuple(
-            Curve(which, tuple(float(step["gap"]) for step in served[which]["steps"]), style)
+            Curve(which, tuple(number(step["gap"], "gap", 0.0) for step in served[which]["steps"]), style)
             for which, style in zip(compared, ("main", "other"), strict=False)
         ),
         timelines=tuple(timelines),
@@ -182,6 +194,11 @@ def _subject(body: Mapping[str, Any], file_name: str, step: int | None) -> Subje
         baseline=baseline,
         policy=name,
     )
+
+
+def _seconds(values: Mapping[str, Any], name: str) -> float:
+    """A time that others are divided by."""
+    return number(values[name], name, 1e-12)
 
 
 def _facts(
@@ -257,16 +274,16 @@ def _policies(policies: Mapping[str, Any]) -> tuple[PolicyRow, ...]:
     rows = []
     for name, policy in policies.items():
         if "refusal" in policy:
-            rows.append(PolicyRow(name, refusal=str(policy["refusal"])))
+            rows.append(PolicyRow(name, refusal=str(policy["refusal"]) or "no reason given"))
             continue
         rows.append(
             PolicyRow(
                 name,
-                step_s=float(policy["step_s"]),
-                bound_s=float(policy["bound_s"]),
-                waves=float(policy["waves"]),
+                step_s=_seconds(policy, "step_s"),
+                bound_s=_seconds(policy, "bound_s"),
+                waves=number(policy["waves"], "waves", 0.0),
                 degrees={int(degree): int(count) for degree, count in policy["degrees"].items()},
-                idle_share=float(policy["idle_share"]),
+                idle_share=number(policy["idle_share"], "idle_share", -1.0),
             )
         )
     return tuple(rows)

@@ -57,6 +57,7 @@ def subject_of_run(folder: Path, step: int | None = None) -> Subject:
     notices = [*traces.notices, *_notices(folder, info, reports, rows, read, chosen), *why_not]
     return Subject(
         title=folder.resolve().name,
+        subtitle=f"{info.model} on {info.cluster.ranks:,} × {info.hardware}",
         origin=info.origin,
         verdict=verdict,
         advice=advice,
@@ -68,6 +69,8 @@ def subject_of_run(folder: Path, step: int | None = None) -> Subject:
         whole_below_tokens=info.whole_below_tokens,
         ranks_shown=rows,
         steps=tuple(numbers),
+        # The first step of a run is warming up.
+        focus=step if step is not None else chosen[min(1, len(chosen) - 1)],
         curves=_curves(info, reports),
         gaps=_gaps(info, reports),
         timelines=timelines,

@@ -75,13 +75,8 @@ def _band_style() -> str:
 
 
 def _title(subject: Subject) -> Markup:
-    words = (
-        element("h1", subject.title),
-        element(
-            "p",
-            f"FlexCP · {_KINDS[subject.origin]} · policy {subject.policy} · {subject.cluster.ranks:,} ranks",
-        ),
-    )
+    what = f"{_KINDS[subject.origin]} · {subject.subtitle} · policy {subject.policy}"
+    words = (element("h1", subject.title), element("p", f"FlexCP · {what}"))
     toggle = element("button", "Dark", id="theme", type="button", aria_pressed="false")
     return element("div", element("div", words), toggle, class_="title")
 

@@ -80,7 +80,7 @@ def _timeline(subject: Subject) -> Section:
     drawn = [
         gantt.draw(line, subject.ranks_shown, subject.cluster.ranks_per_node) for line in subject.timelines
     ]
-    first = 0 if planned else min(1, len(drawn) - 1)  # the first step of a run is warming up
+    first = next((i for i, line in enumerate(subject.timelines) if line.step == subject.focus), 0)
     options = [
         element("option", f"{line.step}", value=f"{line.step}", selected=index == first)
         for index, line in enumerate(subject.timelines)

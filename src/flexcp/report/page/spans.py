@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flexcp.core.errors import InputError
-from flexcp.core.jsonl import ends_whole
+from flexcp.core.jsonl import ends_whole, number, whole
 from flexcp.core.run_folder import trace_path
 from flexcp.core.trace import Span, read_spans
 from flexcp.report.page.subject import LengthCounter, Mark
@@ -45,15 +45,15 @@ class SeenStep:
             self.marks.append(SeenMark(span.rank, span.name, span.start_s, span.end_s))
             return
         # A batch that spans epochs may hold a sample twice, but never at the same time on the same ranks.
-        key = (tuple(detail["samples"]), float(detail["predicted_start_s"]))
+        key = (tuple(detail["samples"]), number(detail["predicted_start_s"], "predicted_start_s", 0.0))
         if key not in self._tasks:
             self._tasks[key] = SeenTask(
-                degree=int(detail["degree"]),
+                degree=detail["degree"],
                 samples=key[0],
                 tokens=tuple(detail["tokens"]),
                 predicted_start_s=key[1],
-                predicted_s=float(detail["predicted_s"]),
-                wave=int(detail["wave"]),
+                predicted_s=number(detail["predicted_s"], "predicted_s", 0.0),
+                wave=whole(detail["wave"], "wave"),
             )
         self._tasks[key].by_rank[span.rank] = (span.start_s, span.end_s)
 
@@ -95,8 +95,7 @@ def read_traces(folder: Path, ranks: Sequence[int], steps: set[int]) -> Traces:
     scale = float(ranks[1] - ranks[0]) if len(ranks) > 1 else 1.0
     traces = Traces({step: SeenStep() for step in steps}, whole=scale == 1.0)
     missing: set[int] = set()
-    for number, first_step in enumerate(attempts):
-        upto = attempts[number + 1] if number + 1 < len(attempts) else None
+    for first_step, upto in zip(attempts, [*attempts[1:], None], strict=True):
         for rank in ranks:
             path = trace_path(folder, first_step, rank)
             if not path.is_file():
@@ -126,30 +125,33 @@ def latest_spans(folder: Path) -> Iterator[Span]:
 
 
 def _attempts(folder: Path) -> list[int]:
-    found = sorted((folder / "trace").glob("from-step-*"))
-    if not found:
+    names = [path.name.removeprefix("from-step-") for path in (folder / "trace").glob("from-step-*")]
+    numbers = sorted(int(name) for name in names if name.isdecimal())
+    if not numbers:
         raise InputError(
             f"{folder} has no trace folder, so nobody knows what ran where",
             "Copy the whole run folder; trace/ is written beside metrics.jsonl.",
         )
-    return [int(path.name.removeprefix("from-step-")) for path in found]
+    return numbers
 
 
 def _count(traces: Traces, span: Span, scale: float, path: Path) -> None:
     try:
+        detail = span.detail or {}
+        if span.name == "task":
+            degree, rows = whole(detail["degree"], "degree", 1), whole(detail["rows"], "rows")
+            tokens = [whole(length, "a length", 1) for length in detail["tokens"]]
+            if len([whole(sample, "a sample") for sample in detail["samples"]]) != len(tokens):
+                raise ValueError("samples, which are not as many as tokens")
         if span.step in traces.steps:
             traces.steps[span.step].add(span)
         if span.name != "task":
             return
-        detail = span.detail or {}
-        degree = int(detail["degree"])
-        if span.end_s < span.start_s or degree < 1:
-            raise ValueError(f"end_s {span.end_s}, start_s {span.start_s}, degree {degree}")
         # Every rank of a group counts its share of the pack, so all together count it once.
-        traces.lengths.add(detail["tokens"], scale / degree)
+        traces.lengths.add(tokens, scale / degree)
         seconds = scale * (span.end_s - span.start_s)
         traces.rank_s[degree] = traces.rank_s.get(degree, 0.0) + seconds
-        traces.peak_rows[span.rank] = max(traces.peak_rows[span.rank], int(detail["rows"]))
+        traces.peak_rows[span.rank] = max(traces.peak_rows[span.rank], rows)
     except (LookupError, TypeError, ValueError) as error:
         raise InputError(
             f"{path}: a task of step {span.step} lacks or garbles {error}",

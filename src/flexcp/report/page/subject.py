@@ -126,15 +126,18 @@ class Subject:
     """Everything on one page.
 
     Attributes:
+        title, subtitle: what it is called, and what ran on what.
         good: whether the verdict calls for nothing.
         facts: name and value, short.
         cluster, mode, whole_below_tokens: of all its plans; see `core.plan.Plan`.
         ranks_shown: rows of the timelines.
+        focus: the step whose timeline shows first.
         curves: seconds a step; `gaps`: ratios a step; both over `steps`.
         pairs: predicted and measured seconds of each task of the timelines, with a word on it.
     """
 
     title: str
+    subtitle: str
     origin: Origin
     verdict: str
     advice: tuple[str, ...]
@@ -146,6 +149,7 @@ class Subject:
     whole_below_tokens: int
     ranks_shown: tuple[int, ...]
     steps: tuple[int, ...]
+    focus: int
     curves: tuple[Curve, ...]
     gaps: tuple[Curve, ...]
     timelines: tuple[Timeline, ...]
@@ -174,7 +178,7 @@ def plans_of(subject: Subject, step: int | None) -> list[Plan]:
     known = {timeline.step: timeline for timeline in subject.timelines}
     if not known:
         return []
-    chosen = next(iter(known)) if step is None else step
+    chosen = (subject.focus if subject.focus in known else min(known)) if step is None else step
     if chosen not in known:
         raise no_such_step(chosen, subject.steps)
     timeline = known[chosen]
