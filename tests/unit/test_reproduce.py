@@ -191,7 +191,7 @@ def test_no_noise_changes_nothing():
     batches = workload("wikipedia").batches(64, 1, 0)
     found = noise.robustness(batches, Cluster(8, 8192), COST, "paper", 0.0, seed=0)
 
-    assert found == noise.Robustness(1.0, 1.0, pytest.approx(0.0, abs=1e-12), pytest.approx(0.0, abs=1e-12))
+    assert found == noise.Robustness(1.0, 1.0, *[pytest.approx(0.0, abs=1e-12)] * 3)
 
 
 def test_noise_keeps_coefficients_positive_and_moves_them_all():
@@ -208,11 +208,13 @@ def test_noise_makes_plans_slower(constants):
     batches = constants.workload("github").batches(512, 1, 0)
     cost = cost_model(model_shape("qwen3-8b"), hardware("ascend-910c"))
     little, much = (
-        noise.robustness(batches, Cluster(64, 8192, 16), cost, "flexcp", sigma, seed=0)
+        noise.robustness(batches, Cluster(64, 8192, 16), cost, "flexcp", sigma, seed=0, fixed_s=2.0)
         for sigma in (0.05, 0.5)
     )
+    tasks_s = make_plan(batches[0], Cluster(64, 8192, 16), cost).step_s
 
     assert 0 <= little.slower < much.slower < much.slowest
+    assert much.slower_step == pytest.approx(much.slower * tasks_s / (tasks_s + 2.0))
 
 
 def test_schedule_times_only_the_plan(constants):

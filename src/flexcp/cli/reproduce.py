@@ -60,7 +60,9 @@ def run(experiment: str, setup: Setup, *, shown: bool = False) -> Result:
         raise UnknownNameError("experiment", experiment, EXPERIMENTS)
     module = import_module(f"flexcp.simulate.experiments.{experiment}")
     call = cast(Callable[[Setup], Result], module.run)
-    with Progress(console=Console(stderr=True), transient=True, disable=not shown) as bar:
+    if not shown:
+        return call(setup)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(experiment)
 
         def progress(label: str, done: int, of: int) -> None:

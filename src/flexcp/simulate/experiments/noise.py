@@ -32,11 +32,13 @@ class Robustness:
         same_plans: share of plans in which all do.
         slower, slowest: mean and largest excess over the plan made with the right coefficients, of the tasks
             alone; below 0 where a wrong coefficient gave a better plan.
+        slower_step: the mean of whole steps, which have fixed seconds too.
     """
 
     same_packs: float
     same_plans: float
     slower: float
+    slower_step: float
     slowest: float
 
 
@@ -49,7 +51,7 @@ def run(setup: Setup) -> Result:
     rows: list[dict[str, Value]] = []
     for number, (row, policy) in enumerate(cases):
         setup.progress("noise", number, len(cases))
-        found = robustness(batches, cluster, cost, policy, row.sigma, setup.seed)
+        found = robustness(batches, cluster, cost, policy, row.sigma, setup.seed, constants.fixed_s)
         rows.append(
             {
                 "sigma": row.sigma,
@@ -59,6 +61,7 @@ def run(setup: Setup) -> Result:
                 "same_plans": found.same_plans,
                 "published_slower": row.slower if policy == "paper" else None,
                 "slower": found.slower,
+                "slower_step": found.slower_step,
                 "slowest": found.slowest,
             }
         )
@@ -68,22 +71,29 @@ def run(setup: Setup) -> Result:
 
 
 def robustness(
-    batches: Sequence[Batch], cluster: Cluster, cost: CostModel, policy: str, sigma: float, seed: int
+    batches: Sequence[Batch],
+    cluster: Cluster,
+    cost: CostModel,
+    policy: str,
+    sigma: float,
+    seed: int,
+    fixed_s: float = 0.0,
 ) -> Robustness:
     """Plan every batch under `DRAWS` sets of wrong coefficients, and price each plan under `cost`."""
     mode = POLICY_MODES[policy]
-    same, equal, excess = [], [], []
+    same, equal, excess, of_step = [], [], [], []
     for batch in batches:
         right = make_plan(batch, cluster, cost, policy=policy, mode=mode)
         expected = packs(right)
         random = np.random.default_rng(seed)
         for _ in range(DRAWS):
             plan = make_plan(batch, cluster, disturbed(cost, sigma, random), policy=policy, mode=mode)
-            share = len(packs(plan) & expected) / len(expected)
-            same.append(share)
+            lost_s = replay_s(plan, cost) - right.step_s
+            same.append(len(packs(plan) & expected) / len(expected))
             equal.append(packs(plan) == expected)
-            excess.append(replay_s(plan, cost) / right.step_s - 1)
-    return Robustness(fmean(same), fmean(equal), fmean(excess), max(excess))
+            excess.append(lost_s / right.step_s)
+            of_step.append(lost_s / (right.step_s + fixed_s))
+    return Robustness(fmean(same), fmean(equal), fmean(excess), fmean(of_step), max(excess))
 
 
 def packs(plan: Plan) -> set[tuple[tuple[int, ...], int]]:
@@ -129,11 +139,15 @@ _COLUMNS = (
     Column("same_packs", "same packs", ".1%"),
     Column("same_plans", "same plans", ".1%"),
     Column("published_slower", "slower, published"),
-    Column("slower", "slower, mean", "+.2%"),
-    Column("slowest", "slower, worst", "+.2%"),
+    Column("slower_step", "slower, step", "+.1%"),
+    Column("slower", "slower, tasks", "+.1%"),
+    Column("slowest", "tasks, worst", "+.1%"),
 )
 _NOTES = (
     "Same packs: those that keep their samples and their degree.",
-    "Slower: the plan's tasks under the right coefficients, over those of the plan made with them.",
+    (
+        "Slower: the plan under the right coefficients, over the plan made with them; means, of the "
+        "whole step with its fixed seconds, and of its tasks alone."
+    ),
     "The paper does not say what counts as the same plan.",
 )

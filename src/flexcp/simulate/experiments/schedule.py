@@ -23,8 +23,8 @@ from flexcp.simulate.workloads import workload
 Clock = Callable[[], float]
 
 
-def run(setup: Setup, clock: Clock = time.perf_counter) -> Result:
-    """Predicted seconds of a step, and measured milliseconds of its plan."""
+def run(setup: Setup, clock: Clock = time.process_time) -> Result:
+    """Predicted seconds of a step, and measured processor milliseconds of its plan."""
     constants = fit(setup.published, setup.steps, setup.seed, setup.progress)
     rows: list[dict[str, Value]] = []
     published = setup.published.schedule
@@ -101,7 +101,7 @@ def _tables(rows: tuple[dict[str, Value], ...], fitted: frozenset[tuple[int, str
 _NOTES = (
     "The paper does not name the data of this table: the shape of OpenVid is assumed, at its own scale.",
     (
-        "Milliseconds here are medians on this machine, from lengths to a plan with all ranks, its bound "
+        "Milliseconds here are medians of processor time on this machine, from lengths to a plan, its bound "
         "included. The published `all` also gathers the batch and prepares its tensors, on other processors."
     ),
 )
