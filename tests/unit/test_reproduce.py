@@ -178,13 +178,18 @@ def test_heads_are_filled_up_where_they_are_exchanged():
 
 @pytest.mark.parametrize("policy", ["paper", "flexcp"])
 def test_replay_is_the_plan_under_its_own_coefficients(policy):
-    lengths = [250, 90, 80, 75, 60, 30, 20, 10, 10, 5]
+    """Barriers included: without them the waves of `paper` would end sooner."""
+    lengths = np.random.default_rng(0).integers(5, 100, 60).tolist()
     mode = {"paper": "lockstep", "flexcp": "free-running"}[policy]
-    plan = make_plan(samples_from_lengths(lengths), Cluster(4, 100, 2), COST, policy=policy, mode=mode)
+    plan = make_plan(
+        samples_from_lengths([250, *lengths]), Cluster(4, 100, 2), COST, policy=policy, mode=mode
+    )
     slower = replace(COST, pair_s=0.02, token_s=0.01)
+    without_barriers = noise.replay_s(replace(plan, mode="free-running"), COST)
 
     assert noise.replay_s(plan, COST) == pytest.approx(plan.step_s, rel=1e-12)
     assert noise.replay_s(plan, slower) > 2 * plan.step_s
+    assert (without_barriers < 0.99 * plan.step_s) == (policy == "paper")
 
 
 def test_no_noise_changes_nothing():
