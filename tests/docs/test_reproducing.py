@@ -42,6 +42,17 @@ def test_published_numbers_are_on_the_page():
         assert re.search(rf"\| {row.model} \| {row.data} \| {baseline}", PAGE)
 
 
+def test_page_counts_right():
+    """In how many rows the published ratio lies between ours with and without the filling attended."""
+    table = PAGE.split("**The best static layout of the paper, and its ratio to FCP**")[1].split("**")[0]
+    rows = [line.split("|")[-4:-1] for line in table.splitlines() if line.startswith("| ")][1:]
+    between = sum(float(low) <= float(published) <= float(high) for published, high, low in rows)
+    words = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+    assert len(rows) == len(PUBLISHED.main) + 1
+    assert f"in {words[between]} of ten rows" in PAGE
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_page_is_what_the_command_prints():
