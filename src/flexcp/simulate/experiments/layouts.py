@@ -180,35 +180,38 @@ def padded_s(
     return fmean(seconds)
 
 
-def rows_of(samples: Batch, context_tokens: int) -> list[list[int]]:
-    """First-fit decreasing: lengths of each row.
+def rows_of(samples: Batch, context_tokens: int) -> list[list[Sample]]:
+    """First-fit decreasing.
 
     >>> from flexcp.core.sample import samples_from_lengths
-    >>> rows_of(samples_from_lengths([3, 7, 5, 4]), 10)
+    >>> [[s.tokens for s in row] for row in rows_of(samples_from_lengths([3, 7, 5, 4]), 10)]
     [[7, 3], [5, 4]]
     """
-    rows: list[list[int]] = []
+    rows: list[list[Sample]] = []
     room: list[int] = []
-    for tokens in sorted((sample.tokens for sample in samples), reverse=True):
-        row = next((index for index, left in enumerate(room) if left >= tokens), len(rows))
+    for sample in sorted(samples, key=lambda sample: -sample.tokens):
+        row = next((index for index, left in enumerate(room) if left >= sample.tokens), len(rows))
         if row == len(rows):
             rows.append([])
             room.append(context_tokens)
-        rows[row].append(tokens)
-        room[row] -= tokens
+        rows[row].append(sample)
+        room[row] -= sample.tokens
     return rows
 
 
-def row_load(lengths: Sequence[int], context_tokens: int, *, attended: bool) -> Load:
+def row_load(row: Batch, context_tokens: int, *, attended: bool) -> Load:
     """A row at its full length, every sample cut.
 
-    >>> row_load([7, 2], 10, attended=True)
+    >>> row_load([Sample(0, 7), Sample(1, 2)], 10, attended=True)
     Load(tokens=10, pairs=32, samples=3, cut_tokens=10, cut_samples=3, longest_whole_tokens=0)
     """
-    filling = context_tokens - sum(lengths)
-    pieces = [*lengths, filling] if filling and attended else list(lengths)
-    pairs = sum(tokens * (tokens + 1) // 2 for tokens in pieces)
-    return Load(context_tokens, pairs, len(pieces), context_tokens, len(pieces))
+    load = sum((Load.of(sample, whole_below_tokens=0) for sample in row), Load())
+    filling = context_tokens - load.tokens
+    if not filling:
+        return load
+    if attended:
+        return load + Load.of(Sample(0, filling), whole_below_tokens=0)
+    return replace(load, tokens=context_tokens, cut_tokens=context_tokens)
 
 
 def heads_filled_up(cost: CostModel, degree: int) -> CostModel:
