@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,10 @@ from flexcp.cli.histograms import DRAWS, is_histogram, read_histogram
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import SampleTooLongError
 from flexcp.core.lengths import Lengths, read_lengths, read_samples
+from flexcp.core.model_shape import ModelShape
 from flexcp.core.sample import Sample
+from flexcp.cost import Hardware
+from flexcp.cost.encoder import encoded
 from flexcp.runtime.order import batch_indices
 
 Batch = tuple[Sample, ...]
@@ -30,10 +33,21 @@ class Inputs:
     lengths: Lengths
     spans: dict[int, Spans]
     notices: tuple[str, ...]
+    encoder_pairs: dict[int, int] = field(default_factory=dict)
 
     def sample(self, index: int) -> Sample:
         """One of them, with its number as id."""
-        return Sample(index, int(self.lengths[index]), self.spans.get(index, ()))
+        spans, pairs = self.spans.get(index, ()), self.encoder_pairs.get(index, 0)
+        return Sample(index, int(self.lengths[index]), spans, pairs)
+
+    def encoded(self, shape: ModelShape, hardware: Hardware) -> Inputs:
+        """As a model with a vision encoder sees them; for other models these."""
+        if shape.encoder is None or not self.spans:
+            return self
+        pairs = {index: encoded(self.sample(index), shape, hardware).encoder_pairs for index in self.spans}
+        images = sum(map(len, self.spans.values()))
+        notice = f"{images:,} images in {len(pairs):,} samples pass the vision encoder of {shape.name}."
+        return Inputs(self.lengths, {}, (*self.notices, notice), pairs)
 
 
 def read_inputs(paths: Sequence[Path], column: str | None) -> Inputs:

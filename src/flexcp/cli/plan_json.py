@@ -70,7 +70,7 @@ def _plan_json(plan: Plan, with_tasks: bool) -> dict[str, Any]:
             | {
                 "samples": [ids[index] for index in task.samples],
                 "tokens": [sample.tokens for sample in plan.pack(task)],
-                "pairs": sum(sample.attended_pairs for sample in plan.pack(task)),
+                "pairs": sum(sample.work_pairs for sample in plan.pack(task)),
             }
             for task in plan.tasks
         ]

@@ -104,7 +104,7 @@ def read_request(
     _refuse_below_one(ranks=ranks, global_batch=global_batch, steps=steps)
     per_rank, derived = holding.tokens_per_rank(shape, device, ranks)
     setting = Setting(Cluster(ranks, per_rank, ranks_per_node), cost_model(shape, device), _mode(mode))
-    given = read_inputs(lengths, column)
+    given = read_inputs(lengths, column).encoded(shape, device)
     refuse_too_long(given, setting.cluster)
     batches = (EpochBatches if epochs else global_batches)(given, global_batch, steps, seed)
     inputs = {

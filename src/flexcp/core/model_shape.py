@@ -8,6 +8,38 @@ from flexcp.core.errors import UnknownNameError
 
 
 @dataclass(frozen=True, slots=True)
+class Encoder:
+    """A vision transformer with full attention inside an image and a plain feed-forward of two matrices.
+
+    Attributes:
+        layers, hidden, intermediate: its own; queries, keys and values are as wide as `hidden`.
+        patches_per_token: patches that are merged into one token of the language model.
+        window_patches: images are cut into tiles of so many patches, which do not see each other; 0 if not.
+
+    >>> Encoder(1, 2, 4, patches_per_token=4, window_patches=6).pairs(16)    # 6 * 6 + 6 * 6 + 4 * 4
+    88
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    patches_per_token: int
+    window_patches: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the matrices of all layers."""
+        return self.layers * self.hidden * (4 * self.hidden + 2 * self.intermediate)
+
+    def pairs(self, patches: int) -> int:
+        """Pairs of patches of one image that attend to each other."""
+        if not self.window_patches:
+            return patches * patches
+        tiles, rest = divmod(patches, self.window_patches)
+        return tiles * self.window_patches**2 + rest * rest
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """A decoder-only transformer with grouped-query attention and a gated feed-forward.
 
@@ -17,6 +49,8 @@ class ModelShape:
         intermediate: width of the gated feed-forward (three matrices of hidden x intermediate).
         tied: input embedding and output head share one matrix.
         extra_parameters: parameters outside the language model (vision encoder, projector).
+        encoder: the vision encoder, whose images are causal rows of the language model; None without one,
+            where spans of a sample attend both ways.
     """
 
     name: str
@@ -29,6 +63,7 @@ class ModelShape:
     vocab: int
     tied: bool = False
     extra_parameters: int = 0
+    encoder: Encoder | None = None
 
     @property
     def layer_parameters(self) -> int:
@@ -44,16 +79,32 @@ class ModelShape:
 
 
 # From the public config.json of each model; extra_parameters is the published total less the language model.
+# Encoders: vision_config of Qwen3-VL (patches of 16, merged 2 x 2) and of InternVL3 (InternViT-300M, tiles of
+# 448 x 448 in patches of 14, merged 2 x 2; its class token is left out).
 MODEL_SHAPES = {
     shape.name: shape
     for shape in (
         ModelShape("qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936),
         ModelShape("llama3-8b", 32, 4096, 32, 8, 128, 14336, 128256),
         ModelShape("llama3.2-1b", 16, 2048, 32, 8, 64, 8192, 128256, tied=True),
-        ModelShape("internvl3-8b", 28, 3584, 28, 4, 128, 18944, 151674, extra_parameters=330_000_000),
-        ModelShape("qwen3-vl-8b", 36, 4096, 32, 8, 128, 12288, 151936, extra_parameters=580_000_000),
         ModelShape(
-            "qwen3-vl-2b", 28, 2048, 16, 8, 128, 6144, 151936, tied=True, extra_parameters=410_000_000
+            "internvl3-8b",
+            *(28, 3584, 28, 4, 128, 18944, 151674),
+            extra_parameters=330_000_000,
+            encoder=Encoder(24, 1024, 4096, patches_per_token=4, window_patches=1024),
+        ),
+        ModelShape(
+            "qwen3-vl-8b",
+            *(36, 4096, 32, 8, 128, 12288, 151936),
+            extra_parameters=580_000_000,
+            encoder=Encoder(27, 1152, 4304, patches_per_token=4),
+        ),
+        ModelShape(
+            "qwen3-vl-2b",
+            *(28, 2048, 16, 8, 128, 6144, 151936),
+            tied=True,
+            extra_parameters=410_000_000,
+            encoder=Encoder(24, 1024, 4096, patches_per_token=4),
         ),
     )
 }

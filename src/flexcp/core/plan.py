@@ -186,12 +186,13 @@ class Plan:
 
 
 def _sample_to_json(sample: Sample) -> list[Any]:
-    return [sample.id, sample.tokens, *([sample.spans] if sample.spans else [])]
+    more = [sample.spans, *([sample.encoder_pairs] if sample.encoder_pairs else [])]
+    return [sample.id, sample.tokens, *(more if sample.spans or sample.encoder_pairs else [])]
 
 
 def _sample_from_json(entry: list[Any]) -> Sample:
     spans = tuple((a, b) for a, b in entry[2]) if len(entry) > 2 else ()
-    return Sample(entry[0], entry[1], spans)
+    return Sample(entry[0], entry[1], spans, *entry[3:4])
 
 
 def _task_from_json(entry: list[Any]) -> Task:

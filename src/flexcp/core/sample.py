@@ -18,6 +18,7 @@ class Sample:
         tokens: length L, at least 1.
         spans: half-open row ranges, ascending and disjoint, whose rows attend to each other both
             ways (image tokens inside a causal text). Every row still attends to all earlier rows.
+        encoder_pairs: work of a vision encoder for its images, as pairs that take as long (`cost.encoder`).
 
     >>> Sample(0, 4).attended_pairs
     10
@@ -28,6 +29,7 @@ class Sample:
     id: int
     tokens: int
     spans: tuple[tuple[int, int], ...] = ()
+    encoder_pairs: int = 0
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -50,6 +52,11 @@ class Sample:
     def attended_pairs(self) -> int:
         """Query-key pairs that are really computed; attention work is proportional to it."""
         return self.causal_pairs + sum((b - a) * (b - a - 1) // 2 for a, b in self.spans)
+
+    @property
+    def work_pairs(self) -> int:
+        """What attention and the vision encoder take together, in attended pairs."""
+        return self.attended_pairs + self.encoder_pairs
 
     @property
     def eta(self) -> float:

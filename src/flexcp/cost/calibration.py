@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flexcp.core.errors import InputError
-from flexcp.core.model_shape import ModelShape
+from flexcp.core.model_shape import Encoder, ModelShape
 from flexcp.cost.fields import JsonFields
 from flexcp.cost.fit import TERMS, fit_cost
 from flexcp.cost.flops import flops_per_pair, flops_per_token
@@ -338,7 +338,7 @@ class _Reader(JsonFields):
         return Link(self.number(f"{name}.bytes_per_s", positive=True), self.number(f"{name}.latency_s"))
 
     def _model(self) -> ModelShape:
-        """Names as they are, `tied` a flag, all others counts."""
+        """Names as they are, `tied` a flag, the encoder perhaps none, all others counts."""
         values: dict[str, Any] = {}
         for field in fields(ModelShape):
             name = f"setup.model.{field.name}"
@@ -346,6 +346,12 @@ class _Reader(JsonFields):
                 values["name"] = self.text(name)
             elif field.name == "tied":
                 values["tied"] = self.flag(name)
+            elif field.name == "encoder":
+                values["encoder"] = None if self.at(name) is None else self._encoder(name)
             else:
                 values[field.name] = self.count(name, 0 if field.name == "extra_parameters" else 1)
         return ModelShape(**values)
+
+    def _encoder(self, name: str) -> Encoder:
+        parts = [field.name for field in fields(Encoder)]
+        return Encoder(**{part: self.count(f"{name}.{part}", part != "window_patches") for part in parts})

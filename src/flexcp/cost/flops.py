@@ -10,8 +10,8 @@ from flexcp.core.model_shape import ModelShape
 
 # In units of one forward pass. Backward of a matrix product is two products; flash attention's backward
 # is five products for the forward's two, because it computes the scores again.
-_MATMUL_BACKWARD = 2.0
-_ATTENTION_BACKWARD = 2.5
+MATMUL_BACKWARD = 2.0
+ATTENTION_BACKWARD = 2.5
 
 
 def flops_per_token(shape: ModelShape, *, checkpointing: bool = True) -> float:
@@ -28,7 +28,7 @@ def flops_per_token(shape: ModelShape, *, checkpointing: bool = True) -> float:
     """
     layers = 2.0 * shape.layers * shape.layer_parameters
     head = 2.0 * shape.hidden * shape.vocab
-    return layers * (1 + _MATMUL_BACKWARD + checkpointing) + head * (1 + _MATMUL_BACKWARD)
+    return layers * (1 + MATMUL_BACKWARD + checkpointing) + head * (1 + MATMUL_BACKWARD)
 
 
 def flops_per_pair(shape: ModelShape, *, checkpointing: bool = True) -> float:
@@ -42,4 +42,4 @@ def flops_per_pair(shape: ModelShape, *, checkpointing: bool = True) -> float:
     (28.0, 36.0)
     """
     forward = 4.0 * shape.layers * shape.heads * shape.head_dim
-    return forward * (1 + _ATTENTION_BACKWARD + checkpointing)
+    return forward * (1 + ATTENTION_BACKWARD + checkpointing)

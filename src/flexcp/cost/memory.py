@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flexcp.core.errors import InfeasibleError, UnknownNameError
-from flexcp.core.model_shape import ModelShape
+from flexcp.core.model_shape import Encoder, ModelShape
 from flexcp.cost.presets import Hardware
 
 Sharding = Literal["ddp", "zero1", "zero2", "zero3"]
@@ -169,9 +169,21 @@ def _activation_bytes(shape: ModelShape, element_bytes: int, *, checkpointing: b
     feed_forward_gradients = narrow * (hidden + 2 * shape.intermediate)
     gradients = max(feed_forward_gradients, attention_gradients - feed_forward)
     layer = attention + feed_forward
+    images = _encoder_bytes(shape.encoder, narrow, checkpointing=checkpointing)
     if checkpointing:
-        return float(shape.layers * narrow * hidden), float(layer + gradients)
-    return float(shape.layers * layer), float(gradients)
+        return float(shape.layers * narrow * hidden + images), float(layer + gradients)
+    return float(shape.layers * layer + images), float(gradients)
+
+
+def _encoder_bytes(encoder: Encoder | None, element_bytes: int, *, checkpointing: bool) -> int:
+    """What a vision encoder keeps of a token, as if every token were an image's: some samples are."""
+    if encoder is None:
+        return 0
+    patch = element_bytes * encoder.hidden
+    if not checkpointing:
+        norms = 2 * (_norm_bytes(encoder.hidden, element_bytes) + element_bytes * encoder.hidden)
+        patch = norms + element_bytes * (4 * encoder.hidden + 2 * encoder.intermediate)
+    return encoder.patches_per_token * encoder.layers * patch
 
 
 def _norm_bytes(width: int, element_bytes: int) -> int:

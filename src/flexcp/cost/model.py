@@ -31,7 +31,7 @@ class Load:
     """What a pack holds, as far as time and memory depend on it; loads of samples add up.
 
     Attributes:
-        tokens, pairs, samples: totals; pairs are those really attended.
+        tokens, pairs, samples: totals; pairs are those really attended, and the vision encoder's.
         cut_tokens, cut_samples: those that are cut over the ranks of a group, so travel around its ring.
         longest_whole_tokens: the longest sample that stays on one rank however many the group has.
 
@@ -52,7 +52,7 @@ class Load:
         cut = sample.tokens >= whole_below_tokens
         return cls(
             tokens=sample.tokens,
-            pairs=sample.attended_pairs,
+            pairs=sample.work_pairs,
             samples=1,
             cut_tokens=sample.tokens if cut else 0,
             cut_samples=int(cut),

@@ -66,8 +66,8 @@ class Problem:
         tokens = np.array([sample.tokens for sample in samples], dtype=np.int64)
         pairs = tokens * (tokens + 1) // 2
         for position, sample in enumerate(samples):
-            if sample.spans:
-                pairs[position] = sample.attended_pairs
+            if sample.spans or sample.encoder_pairs:
+                pairs[position] = sample.work_pairs
         order = np.lexsort((np.array([sample.id for sample in samples]), -pairs, -tokens))
         tokens, pairs = tokens[order], pairs[order]
         cut = tokens >= whole_below_tokens

@@ -1,4 +1,4 @@
-"""The example worked by hand in docs/calibration.md is what the library computes."""
+"""The example worked by hand in docs/time_of_a_task.md is what the library computes."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from flexcp.core.sample import Sample
 from flexcp.cost import CostModel, Link, Load
 
-PAGE = (Path(__file__).parents[2] / "docs" / "calibration.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "time_of_a_task.md").read_text(encoding="utf-8")
 
 
 def test_task_by_hand():
@@ -16,7 +16,7 @@ def test_task_by_hand():
     values = {name: float(re.search(rf"`{name}` = ([\d.e-]+)", PAGE)[1]) for name in names}
     link = Link(bytes_per_s=2e9, latency_s=0.0)
     cost = CostModel(**values, kv_bytes_per_token=6144.0, layers=4, intra=link, inter=link)
-    load = Load.of(Sample(0, 1000), 0) + Load.of(Sample(1, 500), 0)
+    load = Load.of(Sample(0, 1000, spans=((300, 500),)), 0) + Load.of(Sample(1, 500), 0)
 
     assert f"{load.pairs:,} pairs" in PAGE
     shown = float(re.search(r"\*\*task\*\* \| \| \*\*([\d.]+)\*\*", PAGE)[1])
