@@ -12,7 +12,7 @@ from flexcp.cost.model import CostModel, Link
 
 @st.composite
 def samples(draw, max_tokens=400, min_size=1, max_size=30, spans=True):
-    """A global batch: ids are unique but in no order; some samples have one full-attention span."""
+    """A global batch: ids are unique but in no order; some have one full-attention span, or images."""
     lengths = draw(st.lists(_skewed(max_tokens), min_size=min_size, max_size=max_size))
     ids = draw(st.permutations(range(len(lengths))))
     batch = []
@@ -21,7 +21,8 @@ def samples(draw, max_tokens=400, min_size=1, max_size=30, spans=True):
         if spans and draw(st.booleans()):
             start = draw(st.integers(0, tokens - 1))
             span = ((start, draw(st.integers(start + 1, tokens))),)
-        batch.append(Sample(sample_id, tokens, span))
+        encoder_pairs = draw(st.sampled_from([0, 0, 7, 10_000])) if spans else 0
+        batch.append(Sample(sample_id, tokens, span, encoder_pairs))
     return tuple(batch)
 
 
