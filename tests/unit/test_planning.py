@@ -72,7 +72,7 @@ def has_ended(pid: int) -> bool:
 )
 def test_a_request_arrives_as_it_was(planner: Planner) -> None:
     """To the bit, with speeds, links and spans; so the plan is the one made here."""
-    samples = (Sample(9, 40, spans=((3, 9), (10, 12))), Sample(2, 1))
+    samples = (Sample(9, 40, spans=((3, 9), (10, 12))), Sample(2, 1, encoder_pairs=5))
 
     assert serve.read_request(serve.request_line(planner, samples)) == (planner, samples)
 

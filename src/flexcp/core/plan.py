@@ -156,7 +156,7 @@ class Plan:
             "cluster": asdict(self.cluster),
             "whole_below_tokens": self.whole_below_tokens,
             "bound_s": self.bound_s,
-            "samples": [_sample_to_json(sample) for sample in self.samples],
+            "samples": [sample_to_json(sample) for sample in self.samples],
             "tasks": [[t.samples, t.ranks, t.wave, t.start_s, t.end_s, t.exchange] for t in self.tasks],
         }
         return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -177,7 +177,7 @@ class Plan:
                 mode=cast(Mode, body["mode"]),
                 cluster=Cluster(**body["cluster"]),
                 whole_below_tokens=int(body["whole_below_tokens"]),
-                samples=tuple(_sample_from_json(entry) for entry in body["samples"]),
+                samples=tuple(sample_from_json(entry) for entry in body["samples"]),
                 tasks=tuple(_task_from_json(entry) for entry in body["tasks"]),
                 bound_s=float(body["bound_s"]),
             )
@@ -185,12 +185,14 @@ class Plan:
             raise PlanError([f"not a plan ({type(error).__name__}: {error})"]) from error
 
 
-def _sample_to_json(sample: Sample) -> list[Any]:
+def sample_to_json(sample: Sample) -> list[Any]:
+    """A sample as short as it can be: id, tokens, and what else it has."""
     more = [sample.spans, *([sample.encoder_pairs] if sample.encoder_pairs else [])]
     return [sample.id, sample.tokens, *(more if sample.spans or sample.encoder_pairs else [])]
 
 
-def _sample_from_json(entry: list[Any]) -> Sample:
+def sample_from_json(entry: list[Any]) -> Sample:
+    """What `sample_to_json` wrote."""
     spans = tuple((a, b) for a, b in entry[2]) if len(entry) > 2 else ()
     return Sample(entry[0], entry[1], spans, *entry[3:4])
 

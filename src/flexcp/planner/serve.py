@@ -17,6 +17,7 @@ from typing import Any
 
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import error_from_json, error_to_json
+from flexcp.core.plan import sample_from_json, sample_to_json
 from flexcp.core.sample import Sample
 from flexcp.cost.model import CostModel, Link
 from flexcp.planner.make import Planner
@@ -26,16 +27,14 @@ _LOOK_S = 1.0
 
 def request_line(planner: Planner, samples: Sequence[Sample]) -> str:
     """Everything that the plan depends on."""
-    batch = [[sample.id, sample.tokens, sample.spans] for sample in samples]
+    batch = [sample_to_json(sample) for sample in samples]
     return json.dumps({"planner": asdict(planner), "samples": batch}) + "\n"
 
 
 def read_request(line: str) -> tuple[Planner, tuple[Sample, ...]]:
     """What `request_line` wrote, equal to the bit."""
     body = json.loads(line)
-    samples = tuple(
-        Sample(i, tokens, tuple((a, b) for a, b in spans)) for i, tokens, spans in body["samples"]
-    )
+    samples = tuple(sample_from_json(entry) for entry in body["samples"])
     return _planner_from_json(body["planner"]), samples
 
 
