@@ -13,10 +13,18 @@ from flexcp.core.errors import InfeasibleError
 from flexcp.core.model_shape import model_shape
 from flexcp.core.sample import samples_from_lengths
 from flexcp.cost import CostModel, Link, cost_model, hardware
+from flexcp.cost.encoder import encoder_pairs
 from flexcp.planner import make_plan
 from flexcp.simulate.experiments import extreme, main, noise, scaling, schedule
 from flexcp.simulate.experiments.fitting import FITTED_MAIN, FITTED_SCHEDULE, fit
-from flexcp.simulate.experiments.layouts import fair_static, heads_filled_up, padded_s, planned_s
+from flexcp.simulate.experiments.layouts import (
+    batches_of,
+    fair_static,
+    heads_filled_up,
+    padded_s,
+    planned_s,
+    row_load,
+)
 from flexcp.simulate.experiments.published import PUBLISHED
 from flexcp.simulate.experiments.result import Setup
 from flexcp.simulate.workloads import workload
@@ -308,3 +316,17 @@ def test_command_shows_and_writes(capfd, tmp_path, monkeypatch):
 def test_bad_input_says_what_to_do(arguments, says, capfd):
     assert cli(["reproduce", *arguments]) == 2
     assert says in " ".join(capfd.readouterr().err.split())
+
+
+def test_clips_are_frames_to_a_vision_model():
+    """600 tokens are frames of 256, 256 and 88, each with 4 patches a token; text models see plain rows."""
+    data = workload("msrvtt").scaled(20.0)
+    shape = model_shape("qwen3-vl-8b")
+    (seen,), (plain,) = (batches_of(data, model, 64, 1, 0) for model in ("qwen3-vl-8b", "qwen3-8b"))
+    clip = next(sample for sample in seen if sample.tokens > 512)
+    patches = [1024, 1024, 4 * (clip.tokens - 512)]
+
+    assert [sample.tokens for sample in seen] == [sample.tokens for sample in plain]
+    assert clip.encoder_pairs == encoder_pairs(patches, shape, hardware("ascend-910c"))
+    assert all(sample.encoder_pairs == 0 for sample in plain)
+    assert row_load(seen, 10**5, attended=False).pairs == sum(sample.work_pairs for sample in seen)

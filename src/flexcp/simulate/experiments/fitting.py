@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
 
-from flexcp.simulate.experiments.layouts import cluster_of, cost_at, padded_s, planned_s
+from flexcp.simulate.experiments.layouts import batches_of, cluster_of, cost_at, padded_s, planned_s
 from flexcp.simulate.experiments.published import Published
 from flexcp.simulate.workloads import Workload, workload
 
@@ -99,7 +99,8 @@ def schedule_compute_s(
     scale: float, speed: float, global_batch: int, ranks: int, steps: int, seed: int, policy: str = "paper"
 ) -> float:
     """Planned seconds of the planning table's step, without the fixed ones."""
-    batches = workload(SCHEDULE_DATA).scaled(scale).batches(global_batch, steps, seed)
+    data = workload(SCHEDULE_DATA).scaled(scale)
+    batches = batches_of(data, SCHEDULE_MODEL, global_batch, steps, seed)
     return planned_s(batches, cluster_of(ranks), cost_at(SCHEDULE_MODEL, speed), policy)
 
 
@@ -125,7 +126,7 @@ def _fit_main(published: Published, data: str, steps: int, seed: int, constants:
     cluster, cost = cluster_of(64), cost_at(model, constants.speed)
 
     def seconds(scale: float) -> float:
-        batches = workload(data).scaled(scale).batches(GLOBAL_BATCH, steps, seed)
+        batches = batches_of(workload(data).scaled(scale), model, GLOBAL_BATCH, steps, seed)
         return planned_s(batches, cluster, cost, "paper")
 
     return solve(seconds, target_s, constants.scales[data])

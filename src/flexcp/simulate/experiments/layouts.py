@@ -8,25 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from statistics import fmean
 
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import InfeasibleError
 from flexcp.core.layout import default_whole_below_tokens
-from flexcp.core.model_shape import model_shape
+from flexcp.core.model_shape import ModelShape, model_shape
 from flexcp.core.plan import ExchangeKind, Mode
 from flexcp.core.sample import Sample
 from flexcp.cost import CostModel, Load, cost_model, hardware
+from flexcp.cost.encoder import encoder_pairs
 from flexcp.planner import make_plan
 from flexcp.planner.policies import static
 from flexcp.planner.problem import Problem
 from flexcp.planner.timeline import makespan_s, schedule
+from flexcp.simulate.workloads import Workload
 
 HARDWARE = "ascend-910c"
 RANKS_PER_NODE = 16  # 4 nodes of 16 in the paper
 TOKENS_PER_RANK = 8192  # the budget of the released Qwen3-VL scripts; InternVL3: 9216, then 8704
 # FCP passes micro-batch by micro-batch; FlexCP's engine lets ranks run freely.
 POLICY_MODES: dict[str, Mode] = {"paper": "lockstep", "flexcp": "free-running"}
+
+# Of one frame of video: InternVL3's for a tile of 448 x 448; taken to hold for Qwen3-VL too.
+FRAME_TOKENS = 256
 
 Batch = Sequence[Sample]
 
@@ -39,6 +45,29 @@ def cost_at(model: str, speed: float) -> CostModel:
 def cluster_of(ranks: int) -> Cluster:
     """The paper's machine."""
     return Cluster(ranks, TOKENS_PER_RANK, RANKS_PER_NODE)
+
+
+def batches_of(data: Workload, model: str, global_batch: int, steps: int, seed: int) -> tuple[Batch, ...]:
+    """Global batches as a model sees them: clips are frames, which its vision encoder takes one by one."""
+    batches = data.batches(global_batch, steps, seed)
+    shape = model_shape(model)
+    if data.unit != "s" or shape.encoder is None:
+        return batches
+    return tuple(tuple(in_frames(sample, shape) for sample in batch) for batch in batches)
+
+
+def in_frames(sample: Sample, shape: ModelShape) -> Sample:
+    """A clip as frames of 256 tokens, the last one shorter."""
+    return Sample(sample.id, sample.tokens, encoder_pairs=_pairs_of_clip(sample.tokens, shape))
+
+
+@lru_cache(maxsize=1 << 16)
+def _pairs_of_clip(tokens: int, shape: ModelShape) -> int:
+    if shape.encoder is None:
+        return 0
+    frames, rest = divmod(tokens, FRAME_TOKENS)
+    images = [FRAME_TOKENS] * frames + ([rest] if rest else [])
+    return encoder_pairs([n * shape.encoder.patches_per_token for n in images], shape, hardware(HARDWARE))
 
 
 def planned_s(batches: Sequence[Batch], cluster: Cluster, cost: CostModel, policy: str) -> float:

@@ -6,7 +6,7 @@ from flexcp.core.plan import ExchangeKind
 from flexcp.simulate.experiments.extreme import MAIN_SHORT, unbalanced
 from flexcp.simulate.experiments.extreme import MODEL as EXTREME_MODEL
 from flexcp.simulate.experiments.fitting import FITTED_MAIN, GLOBAL_BATCH, Constants, fit
-from flexcp.simulate.experiments.layouts import Times, cluster_of, cost_at, every_layout
+from flexcp.simulate.experiments.layouts import Times, batches_of, cluster_of, cost_at, every_layout
 from flexcp.simulate.experiments.published import MainRow
 from flexcp.simulate.experiments.result import Column, Result, Setup, Table, Value, off
 from flexcp.simulate.workloads import CONTEXT_TOKENS
@@ -34,7 +34,7 @@ def predict(row: MainRow, setup: Setup, constants: Constants) -> Times:
     """Every layout on the same batches."""
     data = constants.workload(row.data)
     return every_layout(
-        data.batches(GLOBAL_BATCH, setup.steps, setup.seed),
+        batches_of(data, row.model, GLOBAL_BATCH, setup.steps, setup.seed),
         cluster_of(RANKS),
         cost_at(row.model, constants.speed),
         exchange=EXCHANGES[row.baseline],

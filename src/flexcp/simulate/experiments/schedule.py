@@ -15,7 +15,7 @@ from flexcp.simulate.experiments.fitting import (
     fit,
     schedule_compute_s,
 )
-from flexcp.simulate.experiments.layouts import POLICY_MODES, cluster_of, cost_at
+from flexcp.simulate.experiments.layouts import POLICY_MODES, batches_of, cluster_of, cost_at
 from flexcp.simulate.experiments.published import ScheduleRow
 from flexcp.simulate.experiments.result import Column, Result, Setup, Table, Value, off
 from flexcp.simulate.workloads import workload
@@ -67,7 +67,7 @@ def _planning_ms(row: ScheduleRow, setup: Setup, constants: Constants, policy: s
     data = workload(SCHEDULE_DATA).scaled(constants.scales["schedule"])
     cluster, cost = cluster_of(row.ranks), cost_at(SCHEDULE_MODEL, constants.speed)
     spent = []
-    for batch in data.batches(row.global_batch, setup.steps, setup.seed):
+    for batch in batches_of(data, SCHEDULE_MODEL, row.global_batch, setup.steps, setup.seed):
         started = clock()
         make_plan(batch, cluster, cost, policy=policy, mode=POLICY_MODES[policy])
         spent.append(1000 * (clock() - started))
