@@ -6,6 +6,7 @@ Nothing here uses the tiles, the merge or the ring; only `Layout` is shared with
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -13,9 +14,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from flexcp.attention import ring_attention
+from flexcp.attention import Buffers, Message, group_attention
 from flexcp.attention.kernels import Kernel
 from flexcp.core.layout import Layout
+from flexcp.core.plan import ExchangeKind
 from flexcp.core.sample import Sample
 
 DEADLINE_S = 60.0
@@ -75,9 +77,9 @@ def gather(parts: Sequence[Tensor], layout: Layout) -> Tensor:
 
 @dataclass
 class _Slot:
-    """The k-th message from one member to another."""
+    """The k-th message of a lane from one member to another."""
 
-    tensor: Tensor | None = None
+    message: Message | None = None
     filled: threading.Event = field(default_factory=threading.Event)
     taken: threading.Event = field(default_factory=threading.Event)
 
@@ -89,11 +91,11 @@ class ThreadGroup:
         self.degree = degree
         self.failed = threading.Event()
         self._lock = threading.Lock()
-        self._slots: dict[tuple[int, int, int], _Slot] = {}
+        self._slots: dict[tuple[int, int, int, int], _Slot] = {}
 
-    def slot(self, source: int, target: int, count: int) -> _Slot:
+    def slot(self, source: int, target: int, lane: int, count: int) -> _Slot:
         with self._lock:
-            return self._slots.setdefault((source, target, count), _Slot())
+            return self._slots.setdefault((source, target, lane, count), _Slot())
 
     def wait(self, event: threading.Event) -> None:
         waited_s = 0.0
@@ -109,38 +111,47 @@ class ThreadExchange:
     Attributes:
         sent_bytes: bytes posted so far.
         in_flight: messages posted and not waited for.
+        most_messages: of one post.
     """
 
-    def __init__(self, group: ThreadGroup, member: int) -> None:
+    def __init__(self, group: ThreadGroup, member: int, kind: ExchangeKind = "ring") -> None:
         self.member = member
         self.degree = group.degree
+        self.kind: ExchangeKind = kind
+        self.buffers = Buffers()
+        self.most_messages = 0
         self.sent_bytes = 0
         self.in_flight = 0
         self._group = group
-        self._sent = [0] * group.degree
-        self._received = [0] * group.degree
+        self._sent: Counter[tuple[int, int]] = Counter()
+        self._received: Counter[tuple[int, int]] = Counter()
 
     def post(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+        self,
+        sends: Sequence[tuple[Message, int]],
+        receives: Sequence[tuple[Message, int]],
+        lane: int = 0,
     ) -> _ThreadPending:
         assert sends or receives
+        self.most_messages = max(self.most_messages, len(sends) + len(receives))
         outgoing, incoming = [], []
-        for tensor, target in sends:
-            assert tensor.is_contiguous()
-            assert tensor.numel()
+        for message, target in sends:
+            assert message.whole.is_contiguous()
+            assert message.payload.numel()
             assert target != self.member
-            slot = self._group.slot(self.member, target, self._sent[target])
-            self._sent[target] += 1
-            self.sent_bytes += tensor.numel() * tensor.element_size()
-            slot.tensor = tensor
+            slot = self._group.slot(self.member, target, lane, self._sent[lane, target])
+            self._sent[lane, target] += 1
+            self.sent_bytes += message.payload_bytes
+            slot.message = message
             slot.filled.set()
-            outgoing.append((tensor, tensor.clone(), slot))
-        for tensor, source in receives:
-            assert tensor.is_contiguous()
-            assert tensor.numel()
-            incoming.append((tensor, self._group.slot(source, self.member, self._received[source])))
-            self._received[source] += 1
-            tensor.fill_(float("nan"))  # whoever reads too early shall notice
+            outgoing.append((message, message.payload.clone(), slot))
+        for message, source in receives:
+            assert message.whole.is_contiguous()
+            assert message.payload.numel()
+            slot = self._group.slot(source, self.member, lane, self._received[lane, source])
+            incoming.append((message, slot))
+            self._received[lane, source] += 1
+            message.payload.fill_(float("nan"))  # whoever reads too early shall notice
         self.in_flight += 1
         return _ThreadPending(self, self._group, outgoing, incoming)
 
@@ -150,26 +161,26 @@ class _ThreadPending:
         self,
         exchange: ThreadExchange,
         group: ThreadGroup,
-        outgoing: list[tuple[Tensor, Tensor, _Slot]],
-        incoming: list[tuple[Tensor, _Slot]],
+        outgoing: list[tuple[Message, Tensor, _Slot]],
+        incoming: list[tuple[Message, _Slot]],
     ) -> None:
         self._exchange, self._group, self._outgoing, self._incoming = exchange, group, outgoing, incoming
 
     def wait(self) -> None:
-        for tensor, slot in self._incoming:
+        for message, slot in self._incoming:
             self._group.wait(slot.filled)
-            assert slot.tensor is not None
-            assert slot.tensor.shape == tensor.shape
-            assert slot.tensor.dtype == tensor.dtype
-            tensor.copy_(slot.tensor)
+            assert slot.message is not None
+            assert slot.message.payload.shape == message.payload.shape
+            assert slot.message.payload.dtype == message.payload.dtype
+            message.payload.copy_(slot.message.payload)
             slot.taken.set()
-        for tensor, posted, slot in self._outgoing:
+        for message, posted, slot in self._outgoing:
             self._group.wait(slot.taken)
-            assert torch.equal(tensor, posted), "a buffer changed while it was being sent"
+            assert torch.equal(message.payload, posted), "a buffer changed while it was being sent"
         self._exchange.in_flight -= 1
 
 
-def run_members(degree: int, work: Callable[[ThreadExchange], T]) -> list[T]:
+def run_members(degree: int, work: Callable[[ThreadExchange], T], kind: ExchangeKind = "ring") -> list[T]:
     """Run `work` once per member, each in a thread of its own; the first failure is raised."""
     group = ThreadGroup(degree)
     results: dict[int, T] = {}
@@ -177,7 +188,7 @@ def run_members(degree: int, work: Callable[[ThreadExchange], T]) -> list[T]:
 
     def member(index: int) -> None:
         torch.set_num_threads(1)
-        exchange = ThreadExchange(group, index)
+        exchange = ThreadExchange(group, index, kind)
         try:
             results[index] = work(exchange)
             assert exchange.in_flight == 0
@@ -229,22 +240,28 @@ def attend_densely(q: Tensor, k: Tensor, v: Tensor, do: Tensor, samples: Sequenc
     return Attended(out.detach(), *torch.autograd.grad(out, leaves, do.double()))
 
 
-def attend_in_ring(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, layout: Layout, kernel: Kernel | None = None
+def attend_in_group(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    layout: Layout,
+    kernel: Kernel | None = None,
+    kind: ExchangeKind = "ring",
 ) -> Attended:
-    """Scatter, run every member forward and backward, gather."""
+    """Scatter, run every member forward and backward by one exchange, gather."""
     shards = [scatter(x, layout) for x in (q, k, v, do)]
 
     def work(exchange: ThreadExchange) -> tuple[Tensor, ...]:
         *inputs, grad = (parts[exchange.member] for parts in shards)
         leaves = [x.clone().requires_grad_() for x in inputs]
-        out = ring_attention(*leaves, layout, exchange, kernel=kernel)
+        out = group_attention(*leaves, layout, exchange, kernel=kernel)
         forward = exchange.sent_bytes
         grads = torch.autograd.grad(out, leaves, grad)
         sent = torch.tensor([forward, exchange.sent_bytes - forward])
         return (out.detach(), *grads, sent)
 
-    *tensors, sent = zip(*run_members(layout.degree, work), strict=True)
+    *tensors, sent = zip(*run_members(layout.degree, work, kind), strict=True)
     bytes_sent = torch.stack(sent).T.tolist()
     return Attended(*(gather(parts, layout) for parts in tensors), *(tuple(row) for row in bytes_sent))
 

@@ -34,7 +34,7 @@ from flexcp.cost import cost_model, hardware, tokens_per_rank
 from flexcp.planner import Planner, make_plan
 
 if TYPE_CHECKING:
-    from flexcp.attention import ring_attention
+    from flexcp.attention import group_attention
     from flexcp.core.metrics import StepReport
     from flexcp.integrations import transformers
     from flexcp.runtime.batches import MicroBatch
@@ -74,11 +74,11 @@ __all__ = [
     "World",
     "__version__",
     "cost_model",
+    "group_attention",
     "hardware",
     "launch",
     "make_plan",
     "model_shape",
-    "ring_attention",
     "samples_from_lengths",
     "shard",
     "tokens_per_rank",
@@ -93,7 +93,7 @@ _LAZY = {
     "StepReport": "flexcp.core.metrics",
     "World": "flexcp.runtime.launch",
     "launch": "flexcp.runtime.launch",
-    "ring_attention": "flexcp.attention",
+    "group_attention": "flexcp.attention",
     "shard": "flexcp.runtime.sharding",
     "transformers": "flexcp.integrations.transformers",
 }

@@ -36,10 +36,12 @@ def make_engine(model: Any, planner: Any, dataset: Any, **options: Any) -> Any:
     return Engine(model, optimizer, planner, dataset, **options)
 
 
-def losses_of(engine: Any) -> list[float]:
-    """Run to the end; the loss of every step."""
+def losses_of(engine: Any, met: set[str] | None = None) -> list[float]:
+    """Run to the end; the loss of every step, and into `met` how groups met."""
     reports = []
     for step in engine:
+        if met is not None:
+            met.update(step.plan.exchanges)
         for micro in step:
             step.backward(engine.model(**micro.inputs), micro)
         reports.append(step.finish())
@@ -47,7 +49,10 @@ def losses_of(engine: Any) -> list[float]:
     return [report.loss for report in reports]
 
 
-def train_with_policies(world: Any, policies: Sequence[str], steps: int) -> dict[str, list[float]]:
+def train_with_policies(
+    world: Any, policies: Sequence[str], steps: int, tokens_per_rank: int
+) -> dict[str, tuple[list[float], set[str]]]:
+    """Losses, and the exchanges of groups of several ranks, by policy."""
     from flexcp.integrations.transformers import blocks_of, enable
     from flexcp.runtime.sharding import shard
 
@@ -56,9 +61,10 @@ def train_with_policies(world: Any, policies: Sequence[str], steps: int) -> dict
         model = tiny_model()
         model = shard(model, "fsdp2", blocks=blocks_of(model))
         with enable(model):
-            planner = make_planner(world.size, policy)
+            planner = make_planner(world.size, policy, tokens_per_rank)
             engine = make_engine(model, planner, ListDataset(LENGTHS), global_batch=7, steps=steps)
-            losses[policy] = losses_of(engine)
+            met: set[str] = set()
+            losses[policy] = losses_of(engine, met), met
     return losses
 
 
@@ -78,14 +84,30 @@ def train_alone(steps: int) -> list[float]:
 
 def test_policies_train_alike() -> None:
     """20 steps of SGD in fp32: static, paper and flexcp lose the same as one process without FlexCP."""
-    policies = ["static", "paper", "flexcp"]
-    by_rank = run_ranks(train_with_policies, 3, policies, 20)
-    alone = train_alone(20)
+    check_policies_against_one_process(["static", "paper", "flexcp"], 3, tokens_per_rank=48, steps=20)
+
+
+def test_policies_that_exchange_heads_train_alike() -> None:
+    """`ulysses` and `flexsp` run for real: every group of two and four ranks swaps rows for heads."""
+    found = check_policies_against_one_process(["ulysses", "flexsp"], 4, tokens_per_rank=64, steps=8)
+
+    for exchanges in found.values():
+        assert exchanges == {"all-to-all"}
+
+
+def check_policies_against_one_process(
+    policies: list[str], nproc: int, tokens_per_rank: int, steps: int
+) -> dict[str, set[str]]:
+    """Losses of every policy equal those of one process; returns the exchanges that each used."""
+    by_rank = run_ranks(train_with_policies, nproc, policies, steps, tokens_per_rank)
+    alone = train_alone(steps)
 
     assert alone[-1] < alone[0]
     for policy in policies:
-        assert by_rank[0][policy] == by_rank[2][policy]
-        assert by_rank[0][policy] == pytest.approx(alone, rel=1e-5)
+        losses, _ = by_rank[0][policy]
+        assert losses == by_rank[nproc - 1][policy][0]
+        assert losses == pytest.approx(alone, rel=1e-5)
+    return {policy: by_rank[0][policy][1] for policy in policies}
 
 
 def evaluate_and_count(world: Any) -> dict[str, Any]:

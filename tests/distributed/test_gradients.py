@@ -12,11 +12,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from flexcp.core.cluster import Cluster
-from flexcp.core.plan import Plan, Task
+from flexcp.core.layout import heads_divide
+from flexcp.core.plan import EXCHANGE_KINDS, ExchangeKind, Plan, Task
 from flexcp.core.sample import Sample
 from tests.harness import run_ranks
 from tests.models import ListDataset, reference_step, relative_error, tiny_model
 
+HEADS, KV_HEADS = 4, 2  # of the tiny models
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 LENGTHS = [37, 12, 61, 5, 1, 90, 23, 2, 44, 71, 3, 128, 17, 29, 8, 53]
 
@@ -25,10 +27,11 @@ class RandomPlanner:
     """Any legal plan: packs of 1 to 3 samples, degrees 1 to N, permuted and non-adjacent ranks, idle ranks.
 
     Degrees exceed what memory needs, and packs shorter than 2d occur, on purpose: whatever a planner may
-    come up with must come out right.
+    come up with must come out right. Groups meet by any exchange that heads allow, or by one.
     """
 
-    def __init__(self, ranks: int, seed: int, whole_below_tokens: int) -> None:
+    def __init__(self, ranks: int, seed: int, whole_below_tokens: int, exchange: str = "any") -> None:
+        self._exchange = exchange
         self.cluster = Cluster(ranks, 10**6)
         self._random = random.Random(seed)
         self._whole_below = whole_below_tokens
@@ -47,15 +50,23 @@ class RandomPlanner:
                 group, free = free[:degree], free[degree:]
                 size = min(len(left), chance.randint(1, 3))
                 pack, left = left[:size], left[size:]
-                tasks.append(Task(tuple(pack), tuple(group), wave, float(wave), wave + 1.0))
+                task = Task(tuple(pack), tuple(group), wave, float(wave), wave + 1.0, self._meet(degree))
+                tasks.append(task)
             wave += 1
         return Plan(
             "random", "lockstep", self.cluster, self._whole_below, tuple(samples), tuple(tasks), bound_s=1.0
         )
 
+    def _meet(self, degree: int) -> ExchangeKind:
+        """By the exchange asked for; all-to-all only where the heads of the tiny models allow it."""
+        kinds = [kind for kind in EXCHANGE_KINDS if self._exchange in (kind, "any")]
+        if not heads_divide(HEADS, KV_HEADS, degree):
+            kinds = [kind for kind in kinds if kind != "all-to-all"]
+        return self._random.choice(kinds or ["ring"])
 
-def one_step(model: Any, planner: Any) -> tuple[float, dict[str, torch.Tensor], dict[int, int]]:
-    """One step over all samples: this rank's share of the loss, every full gradient, the plan's degrees."""
+
+def one_step(model: Any, planner: Any) -> tuple[float, dict[str, torch.Tensor], set[Any]]:
+    """One step over all samples: this rank's share of the loss, every full gradient, how groups met."""
     from flexcp.runtime.engine import Engine
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -71,7 +82,11 @@ def one_step(model: Any, planner: Any) -> tuple[float, dict[str, torch.Tensor], 
         grads[name.removeprefix("module.")] = full.clone()
     model.zero_grad()
     engine.close()
-    return float(step.loss_sum) / step.supervised_tokens, grads, step.plan.degrees
+    return (
+        float(step.loss_sum) / step.supervised_tokens,
+        grads,
+        {(task.exchange, task.degree) for task in step.plan.tasks},
+    )
 
 
 def steps_of_many_plans(
@@ -81,6 +96,7 @@ def steps_of_many_plans(
     dtype: torch.dtype,
     seeds: Sequence[int],
     whole: int,
+    exchange: str,
 ) -> list[Any]:
     """One step for every way to hold parameters and every seed, each seed another plan."""
     from flexcp.integrations.transformers import blocks_of, enable
@@ -92,7 +108,7 @@ def steps_of_many_plans(
         if kind != "plain":
             model = shard(model, kind, blocks=blocks_of(model))
         with enable(model):
-            results += [one_step(model, RandomPlanner(world.size, seed, whole)) for seed in seeds]
+            results += [one_step(model, RandomPlanner(world.size, seed, whole, exchange)) for seed in seeds]
     return results
 
 
@@ -110,11 +126,13 @@ def check_against_one_process(
     families: Sequence[str],
     dtype: torch.dtype,
     whole: int,
-) -> set[int]:
-    """Hold loss and every gradient, of every plan, on every rank; returns the degrees that occurred."""
+    exchange: str = "any",
+) -> set[tuple[str, int]]:
+    """Hold loss and every gradient, of every plan, on every rank; returns the exchanges and degrees."""
     budget_s = 60.0 + 4.0 * len(seeds)
-    by_rank = run_ranks(steps_of_many_plans, nproc, kinds, families, dtype, seeds, whole, deadline_s=budget_s)
-    degrees: set[int] = set()
+    arguments = (kinds, families, dtype, seeds, whole, exchange)
+    by_rank = run_ranks(steps_of_many_plans, nproc, *arguments, deadline_s=budget_s)
+    met: set[tuple[str, int]] = set()
     references = {family: reference(family, dtype) for family in families}
     for i, (family, kind, seed) in enumerate(product(families, kinds, seeds)):
         what = f"{family}, {kind}, plan {seed}"
@@ -126,24 +144,36 @@ def check_against_one_process(
             for name, grad in results[i][1].items():
                 error = relative_error(grad, expected[name])
                 assert error <= TOLERANCE[dtype], f"{what}, rank {rank}, {name}: {error:.1e}"
-        degrees |= by_rank[0][i][2].keys()
-    return degrees
+        met |= by_rank[0][i][2]
+    return met
 
 
 @pytest.mark.parametrize("nproc", [3, 4])
 def test_gradients_equal_one_process(nproc: int) -> None:
     """D02, D03, D05, D06, D07, D10: random plans, degrees 1..N mixed and changing, in fp32."""
-    degrees = check_against_one_process(["ddp", "fsdp2"], nproc, range(8), ["qwen3"], torch.float32, whole=0)
+    met = check_against_one_process(["ddp", "fsdp2"], nproc, range(8), ["qwen3"], torch.float32, whole=0)
 
-    assert degrees == set(range(1, nproc + 1))
+    assert {degree for _, degree in met} == set(range(1, nproc + 1))
+    assert {exchange for exchange, degree in met if degree > 1} == set(EXCHANGE_KINDS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("nproc", [3, 4])
+@pytest.mark.parametrize("exchange", EXCHANGE_KINDS)
+def test_gradients_by_one_exchange(exchange: str, nproc: int, dtype: torch.dtype) -> None:
+    """Each exchange alone; all-to-all at the degrees that 4 query and 2 key/value heads allow."""
+    met = check_against_one_process(["plain"], nproc, range(4), ["qwen3"], dtype, 16, exchange)
+
+    degrees = [degree for degree in range(2, nproc + 1) if exchange != "all-to-all" or degree != 3]
+    assert {degree for kind, degree in met if kind == exchange and degree > 1} == set(degrees)
 
 
 def test_other_families_whole_samples_and_fp64() -> None:
     """Every supported family; samples below 16 tokens kept whole; errors at the level of fp64 rounding."""
     families = ["llama", "mistral", "qwen2"]
-    degrees = check_against_one_process(["plain"], 3, range(100, 103), families, torch.float64, whole=16)
+    met = check_against_one_process(["plain"], 3, range(100, 103), families, torch.float64, whole=16)
 
-    assert degrees == {1, 2, 3}
+    assert {degree for _, degree in met} == {1, 2, 3}
 
 
 @pytest.mark.slow
@@ -151,6 +181,6 @@ def test_other_families_whole_samples_and_fp64() -> None:
 @pytest.mark.parametrize("whole", [0, 24])
 def test_gradients_of_thirty_plans(whole: int) -> None:
     """Thirty random plans on four ranks."""
-    degrees = check_against_one_process(["ddp", "fsdp2"], 4, range(30), ["qwen3"], torch.float32, whole)
+    met = check_against_one_process(["ddp", "fsdp2"], 4, range(30), ["qwen3"], torch.float32, whole)
 
-    assert degrees == {1, 2, 3, 4}
+    assert {degree for _, degree in met} == {1, 2, 3, 4}

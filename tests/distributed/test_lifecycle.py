@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flexcp.attention import Message
 from flexcp.core.errors import ConfigError, DataError, FlexCPError, RunError
 from tests.distributed.test_engine import LENGTHS, losses_of, make_engine, make_planner
 from tests.harness import run_ranks
@@ -207,7 +208,7 @@ def wait_for_a_sleeper(world: Any) -> str:
     if world.rank == 1:
         time.sleep(8)
         return "slept"
-    received = torch.empty(4)
+    received = Message.zeros((4,), torch.float32, torch.device("cpu"))
     return said(lambda: transport.exchange((0, 1)).post([], [(received, 1)]).wait())
 
 
@@ -216,7 +217,7 @@ def test_ring_messages_heed_the_timeout() -> None:
     first, second = run_ranks(wait_for_a_sleeper, 2)
 
     assert second == "slept"
-    assert first.startswith("RankFailedError: a ring exchange among ranks [0, 1] failed: ")
+    assert first.startswith("RankFailedError: an exchange among ranks [0, 1] failed: ")
 
 
 @pytest.mark.parametrize("kind", [RunError, ConfigError])

@@ -10,7 +10,7 @@ from tests.reference import (
     ThreadExchange,
     ThreadGroup,
     attend_densely,
-    attend_in_ring,
+    attend_in_group,
     gather,
     random_qkv,
     rows_of,
@@ -20,7 +20,7 @@ from tests.reference import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flexcp.attention import Kernel, kernel_for, ring_attention
+from flexcp.attention import Kernel, group_attention, kernel_for
 from flexcp.core.errors import InputError
 from flexcp.core.layout import Layout, make_layout
 from flexcp.core.sample import Sample, samples_from_lengths
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 def assert_exact(layout: Layout, kernel: Kernel | None = None) -> None:
     """Values and gradients in fp64 equal dense attention."""
     tensors = random_qkv(sum(sample.tokens for sample in layout.samples), heads=4)
-    got, want = attend_in_ring(*tensors, layout, kernel), attend_densely(*tensors, layout.samples)
+    got, want = attend_in_group(*tensors, layout, kernel), attend_densely(*tensors, layout.samples)
     for name in ("out", "dq", "dk", "dv"):
         torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=0, atol=1e-12)
 
@@ -81,12 +81,12 @@ def test_kernels_never_see_an_empty_tensor(lengths: list[int], whole_below_token
 def test_members_without_cut_rows_are_not_in_the_ring() -> None:
     """Whole samples never travel, and the ring passes by a member that has nothing else."""
     whole = make_layout(samples_from_lengths([9, 5]), 5, 512)
-    assert attend_in_ring(*random_qkv(14), whole).backward_bytes == (0, 0, 0, 0, 0)
+    assert attend_in_group(*random_qkv(14), whole).backward_bytes == (0, 0, 0, 0, 0)
     layout = make_layout(samples_from_lengths([40, 60, 41]), 4, 50)
     assert [layout.cut_rows(member) for member in range(4)] == [0, 0, 30, 30]
     assert_exact(layout)
     block = 30 * 2 * 2 * 8 * 8  # rows, K and V, heads, width, bytes
-    assert attend_in_ring(*random_qkv(141), layout).forward_bytes == (0, 0, block, block)
+    assert attend_in_group(*random_qkv(141), layout).forward_bytes == (0, 0, block, block)
 
 
 @pytest.mark.parametrize("degree", [3, 5, 7])
@@ -112,10 +112,10 @@ def test_documents_do_not_see_each_other(degree: int) -> None:
     lengths = [60, 33, 7, 90, 41]
     layout = make_layout(samples_from_lengths(lengths), degree, 40)
     q, k, v, do = random_qkv(sum(lengths), 4, 2, 8, torch.float32)
-    before = attend_in_ring(q, k, v, do, layout)
+    before = attend_in_group(q, k, v, do, layout)
     for x in (q, k, v, do):
         x[60:93] = torch.randn_like(x[60:93]) * 100
-    after = attend_in_ring(q, k, v, do, layout)
+    after = attend_in_group(q, k, v, do, layout)
     others = torch.ones(sum(lengths), dtype=torch.bool)
     others[60:93] = False
     for name in ("out", "dq", "dk", "dv"):
@@ -130,8 +130,8 @@ def test_seven_rows_stay_seven() -> None:
         buffer[:7] = x
     layout = make_layout((Sample(0, 7),), 2, 0)
     assert layout.rows(0) + layout.rows(1) == 7
-    ring = attend_in_ring(*(buffer[:7] for buffer in buffers), layout)
-    alone = attend_in_ring(*random_qkv(7), make_layout((Sample(0, 7),), 1, 0))
+    ring = attend_in_group(*(buffer[:7] for buffer in buffers), layout)
+    alone = attend_in_group(*random_qkv(7), make_layout((Sample(0, 7),), 1, 0))
     for name in ("out", "dq", "dk", "dv"):
         assert len(getattr(ring, name)) == 7
         torch.testing.assert_close(getattr(ring, name), getattr(alone, name), rtol=0, atol=1e-14)
@@ -154,7 +154,7 @@ def test_inputs_need_not_be_contiguous(degree: int) -> None:
 
         def work(exchange: ThreadExchange, pack: Callable = pack, dim: int = dim) -> tuple[Tensor, Tensor]:
             leaf = pack([scatter(x, layout)[exchange.member] for x in (q, k, v)])
-            out = ring_attention(*leaf.unbind(dim), layout, exchange)
+            out = group_attention(*leaf.unbind(dim), layout, exchange)
             (grad,) = torch.autograd.grad(out.sum(), leaf)
             return out.detach(), grad.movedim(dim, 1)
 
@@ -175,7 +175,7 @@ def test_only_some_inputs_need_gradients(wanted: tuple[bool, bool, bool]) -> Non
         mine = wanted if exchange.member else (True, True, True)
         shards = [scatter(x, layout)[exchange.member] for x in (q, k, v)]
         leaves = [x.requires_grad_(need) for x, need in zip(shards, mine, strict=True)]
-        ring_attention(*leaves, layout, exchange).backward(scatter(do, layout)[exchange.member])
+        group_attention(*leaves, layout, exchange).backward(scatter(do, layout)[exchange.member])
         return [leaf.grad for leaf in leaves]
 
     for member, grads in enumerate(run_members(3, work)):
@@ -198,9 +198,9 @@ def test_layers_in_flight_and_recomputation(recompute: bool) -> None:
         for layout in (packs[0], packs[1], packs[0]):
             shards = [scatter(x, layout)[exchange.member].requires_grad_() for x in (q, k, v)]
             if recompute:
-                out = checkpoint(ring_attention, *shards, layout, exchange, use_reentrant=False)
+                out = checkpoint(group_attention, *shards, layout, exchange, use_reentrant=False)
             else:
-                out = ring_attention(*shards, layout, exchange)
+                out = group_attention(*shards, layout, exchange)
             calls.append((out, shards, scatter(do, layout)[exchange.member]))
         return [(o.detach(), *torch.autograd.grad(o, leaves, grad)) for o, leaves, grad in reversed(calls)]
 
@@ -218,11 +218,13 @@ def test_evaluation_takes_the_same_path() -> None:
 
     def work(exchange: ThreadExchange) -> Tensor:
         with torch.no_grad():
-            return ring_attention(*(scatter(x, layout)[exchange.member] for x in (q, k, v)), layout, exchange)
+            return group_attention(
+                *(scatter(x, layout)[exchange.member] for x in (q, k, v)), layout, exchange
+            )
 
     parts = run_members(2, work)
     assert not any(part.requires_grad for part in parts)
-    assert torch.equal(gather(parts, layout), attend_in_ring(q, k, v, do, layout).out)
+    assert torch.equal(gather(parts, layout), attend_in_group(q, k, v, do, layout).out)
 
 
 def test_backward_keeps_no_more_than_inputs_output_and_lse() -> None:
@@ -231,7 +233,7 @@ def test_backward_keeps_no_more_than_inputs_output_and_lse() -> None:
     layout = make_layout((Sample(0, 64),), 1, 0)
     q, k, v, _ = (x.requires_grad_() for x in random_qkv(64, 4, 2, 8, torch.bfloat16))
     with torch.autograd.graph.saved_tensors_hooks(lambda x: held.append(x) or x, lambda x: x):
-        ring_attention(q, k, v, layout, ThreadExchange(ThreadGroup(1), 0))
+        group_attention(q, k, v, layout, ThreadExchange(ThreadGroup(1), 0))
     assert [(tuple(x.shape), x.dtype) for x in held] == [
         ((64, 4, 8), torch.bfloat16),
         ((64, 2, 8), torch.bfloat16),
@@ -246,13 +248,13 @@ def test_what_does_not_fit_is_refused_by_number() -> None:
     q, k, v, _ = random_qkv(9, 4, 2)
     exchange = ThreadExchange(ThreadGroup(2), 0)
     cases = [
-        (lambda: ring_attention(q, k, v, layout, exchange), r"gave 9 rows .*places 4 rows"),
-        (lambda: ring_attention(q[:4], k, v, layout, exchange), r"gave 4 rows of q and 9 of k"),
-        (lambda: ring_attention(q, k, v[:, :1], layout, exchange), r"do not fit together"),
-        (lambda: ring_attention(q[:4, :3], k[:4], v[:4], layout, exchange), r"3 query heads .* 2 key"),
-        (lambda: ring_attention(q[:4], k[:4].float(), v[:4], layout, exchange), r"float32 on cpu"),
+        (lambda: group_attention(q, k, v, layout, exchange), r"gave 9 rows .*places 4 rows"),
+        (lambda: group_attention(q[:4], k, v, layout, exchange), r"gave 4 rows of q and 9 of k"),
+        (lambda: group_attention(q, k, v[:, :1], layout, exchange), r"do not fit together"),
+        (lambda: group_attention(q[:4, :3], k[:4], v[:4], layout, exchange), r"3 query heads .* 2 key"),
+        (lambda: group_attention(q[:4], k[:4].float(), v[:4], layout, exchange), r"float32 on cpu"),
         (
-            lambda: ring_attention(q, k, v, layout, ThreadExchange(ThreadGroup(3), 0)),
+            lambda: group_attention(q, k, v, layout, ThreadExchange(ThreadGroup(3), 0)),
             r"has 3 members, the layout is for 2",
         ),
     ]
@@ -269,7 +271,7 @@ def test_a_lost_member_ends_the_others() -> None:
     def work(exchange: ThreadExchange) -> Tensor:
         if exchange.member == 1:
             raise ValueError("member 1 is lost")
-        return ring_attention(*(scatter(x, layout)[exchange.member] for x in (q, k, v)), layout, exchange)
+        return group_attention(*(scatter(x, layout)[exchange.member] for x in (q, k, v)), layout, exchange)
 
     with pytest.raises(ValueError, match="member 1 is lost"):
         run_members(3, work)

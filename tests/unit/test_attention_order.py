@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from tests.reference import ThreadExchange, attend_densely, attend_in_ring, random_qkv, run_members, scatter
+from tests.reference import ThreadExchange, attend_densely, attend_in_group, random_qkv, run_members, scatter
 from torch import Tensor
 
-from flexcp.attention import Pending, ring_attention
+from flexcp.attention import Message, Pending, group_attention
+from flexcp.attention.exchange import BACK, FORTH
 from flexcp.attention.kernels import DenseKernel
 from flexcp.core.layout import make_layout
 from flexcp.core.sample import Sample, samples_from_lengths
@@ -44,7 +45,7 @@ def test_only_the_last_rounding_is_to_bf16() -> None:
     tensors = random_qkv(433, 2, 1, 32, torch.bfloat16)
     want = attend_densely(*tensors, samples)
     for degree in (1, 2, 3, 5, 8):
-        got = attend_in_ring(*tensors, make_layout(samples, degree, 0), WideKernel())
+        got = attend_in_group(*tensors, make_layout(samples, degree, 0), WideKernel())
         for name in ("out", "dv"):
             rounded = getattr(want, name).bfloat16()
             assert (getattr(got, name) == rounded).double().mean() >= 0.999, (degree, name)
@@ -63,13 +64,20 @@ class LoggedExchange:
     """Writes down what is posted and waited for; K and V are bf16 here, their gradients fp32."""
 
     def __init__(self, exchange: ThreadExchange, events: list[str]) -> None:
-        self.member, self.degree = exchange.member, exchange.degree
+        self.member, self.degree, self.kind = exchange.member, exchange.degree, exchange.kind
+        self.buffers = exchange.buffers
         self._exchange, self._events = exchange, events
 
-    def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Pending:
-        name = "kv" if sends[0][0].dtype == torch.bfloat16 else "dkv"
+    def post(
+        self,
+        sends: Sequence[tuple[Message, int]],
+        receives: Sequence[tuple[Message, int]],
+        lane: int = FORTH,
+    ) -> Pending:
+        name = "kv" if sends[0][0].payload.dtype == torch.bfloat16 else "dkv"
+        assert lane == (FORTH if name == "kv" else BACK)
         self._events.append(f"post {name}")
-        return _Logged(self._exchange.post(sends, receives), name, self._events)
+        return _Logged(self._exchange.post(sends, receives, lane), name, self._events)
 
 
 class LoggedKernel(WideKernel):
@@ -97,7 +105,7 @@ def test_messages_travel_while_tiles_are_computed() -> None:
         events: list[str] = []
         *inputs, do = (parts[exchange.member].requires_grad_() for parts in shards)
         logged = LoggedExchange(exchange, events)
-        out = ring_attention(*inputs, layout, logged, kernel=LoggedKernel(events))
+        out = group_attention(*inputs, layout, logged, kernel=LoggedKernel(events))
         forward = events.copy()
         out.backward(do.detach())
         return forward, events[len(forward) :]

@@ -8,7 +8,7 @@ from tests.reference import (
     Attended,
     ThreadExchange,
     attend_densely,
-    attend_in_ring,
+    attend_in_group,
     dense_attention,
     gather,
     random_qkv,
@@ -19,9 +19,7 @@ from tests.reference import (
 )
 from torch import Tensor
 
-from flexcp.attention import kernel_for, ring_attention, ring_traffic_bytes
-from flexcp.attention.ring import ring_forward
-from flexcp.attention.route import make_route
+from flexcp.attention import group_attention, kernel_for, ring, ring_traffic_bytes
 from flexcp.core.layout import Layout, make_layout
 from flexcp.core.sample import Sample, samples_from_lengths
 
@@ -51,7 +49,7 @@ def test_values_and_gradients_equal_dense_attention(degree: int, pack: str, dtyp
         for whole_below_tokens in (0, 20):
             layout = make_layout(PACKS[pack], degree, whole_below_tokens)
             tensors = random_qkv(rows(layout), heads, kv_heads, 8, dtype)
-            errors = attend_in_ring(*tensors, layout).errors(attend_densely(*tensors, layout.samples))
+            errors = attend_in_group(*tensors, layout).errors(attend_densely(*tensors, layout.samples))
             assert all(error <= BANDS[dtype] for error in errors.values()), errors
 
 
@@ -59,7 +57,7 @@ def test_fp16_and_an_odd_head_width() -> None:
     layout = make_layout(PACKS["mixed"], 3, 20)
     for dtype, width in ((torch.float16, 16), (torch.float64, 7), (torch.float32, 40)):
         tensors = random_qkv(rows(layout), 6, 2, width, dtype)
-        errors = attend_in_ring(*tensors, layout).errors(attend_densely(*tensors, layout.samples))
+        errors = attend_in_group(*tensors, layout).errors(attend_densely(*tensors, layout.samples))
         assert all(error <= BANDS[dtype] for error in errors.values()), errors
 
 
@@ -74,7 +72,8 @@ def test_log_sum_exp_and_scale(degree: int, pack: str) -> None:
 
     def work(exchange: ThreadExchange) -> tuple[Tensor, Tensor]:
         inputs = [parts[exchange.member] for parts in shards]
-        return ring_forward(*inputs, make_route(layout, exchange.member), exchange, kernel, 0.11)
+        out, saved = ring.forward(*inputs, layout, exchange, kernel, 0.11)
+        return out, saved[-1]
 
     outs, lses = zip(*run_members(degree, work), strict=True)
     want_out, want_lse = dense_attention(q, k, v, layout.samples, 0.11)
@@ -87,7 +86,7 @@ def test_bf16_error_does_not_grow_with_the_degree() -> None:
     samples = samples_from_lengths([700, 333])
     tensors = random_qkv(1033, 2, 1, 32, torch.bfloat16)
     want = attend_densely(*tensors, samples)
-    runs = {d: attend_in_ring(*tensors, make_layout(samples, d, 0)) for d in (1, 2, 3, 5, 8)}
+    runs = {d: attend_in_group(*tensors, make_layout(samples, d, 0)) for d in (1, 2, 3, 5, 8)}
     for name in ("out", "dq", "dk", "dv"):
         errors = {
             degree: relative_norm_error(getattr(ran, name), getattr(want, name))
@@ -125,7 +124,7 @@ def test_bf16_error_of_a_deep_chain_does_not_grow_with_the_degree() -> None:
 
         def work(exchange: ThreadExchange) -> Tensor:
             leaf = shards[exchange.member].clone().requires_grad_()
-            top = chain(leaf, weights, layers, lambda *qkv: ring_attention(*qkv, layout, exchange))
+            top = chain(leaf, weights, layers, lambda *qkv: group_attention(*qkv, layout, exchange))
             return torch.autograd.grad(top, leaf, grads[exchange.member])[0]
 
         return relative_norm_error(gather(run_members(degree, work), layout), want)
@@ -140,7 +139,7 @@ def test_two_runs_are_bitwise_equal(degree: int) -> None:
     """D45: whoever is faster, sums are made in the order of the ring."""
     layout = make_layout(PACKS["mixed"], degree, 20)
     tensors = random_qkv(rows(layout), 6, 2, 16, torch.float32)
-    first, second = (attend_in_ring(*tensors, layout) for _ in range(2))
+    first, second = (attend_in_group(*tensors, layout) for _ in range(2))
     for name in ("out", "dq", "dk", "dv"):
         assert torch.equal(getattr(first, name), getattr(second, name)), name
 
@@ -150,7 +149,7 @@ def test_two_runs_are_bitwise_equal(degree: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_bytes_sent_are_the_bytes_accounted(degree: int, pack: str, dtype: torch.dtype) -> None:
     layout = make_layout(PACKS[pack], degree, 20)
-    ran = attend_in_ring(*random_qkv(rows(layout), 6, 2, 8, dtype), layout)
+    ran = attend_in_group(*random_qkv(rows(layout), 6, 2, 8, dtype), layout)
     accounted = [ring_traffic_bytes(layout, member, 2, 8, dtype.itemsize) for member in range(degree)]
     assert ran.forward_bytes == tuple(traffic.forward for traffic in accounted)
     assert ran.backward_bytes == tuple(traffic.backward for traffic in accounted)
@@ -170,8 +169,8 @@ def test_length_32769(degree: int) -> None:
     """D43: one more than a power of two, too long for a dense reference: against degree 1, and dense rows."""
     samples = samples_from_lengths([32_769])
     q, k, v, do = random_qkv(32_769, 1, 1, 8, torch.float32)
-    alone = attend_in_ring(q, k, v, do, make_layout(samples, 1, 0))
-    ring = attend_in_ring(q, k, v, do, make_layout(samples, degree, 0))
+    alone = attend_in_group(q, k, v, do, make_layout(samples, 1, 0))
+    ring = attend_in_group(q, k, v, do, make_layout(samples, degree, 0))
     want = Attended(*(getattr(alone, name).double() for name in ("out", "dq", "dk", "dv")))
     assert all(error <= 1e-5 for error in ring.errors(want).values())
     for row in (0, 8192, 16_384, 32_768):

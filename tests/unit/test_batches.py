@@ -25,8 +25,8 @@ class FakeTransport:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def exchange(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        return ranks
+    def exchange(self, ranks: tuple[int, ...], kind: str) -> tuple[tuple[int, ...], str]:
+        return ranks, kind
 
 
 class Documents:
@@ -114,7 +114,7 @@ def test_positions_follow_the_degree_of_each_micro_batch() -> None:
     for task, degree in zip(plan.tasks, (3, 1, 5), strict=True):
         micros = micro_batches(plan, task, dataset)
         assert [micro.inputs["flexcp"].layout.degree for micro in micros] == [degree] * degree
-        assert all(micro.inputs["flexcp"].exchange == task.ranks for micro in micros)
+        assert all(micro.inputs["flexcp"].exchange == (task.ranks, task.exchange) for micro in micros)
         assert all(micro.sample_ids == task.samples for micro in micros)
         rows = [row for micro in micros for row in rows_of(micro)]
         assert sorted(rows) == expected_rows(lengths, task.samples)

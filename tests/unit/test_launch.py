@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flexcp.attention import Message
 from flexcp.core.errors import ConfigError, DataError, RankFailedError, SampleTooLongError
 from flexcp.runtime.collectives import on_first_rank, peers_in_reach
 from flexcp.runtime.launch import launch, under_torchrun
@@ -74,7 +75,7 @@ def lose_the_last_rank(world: Any) -> None:
     if world.rank == 2:
         raise ConfigError("the root of it all", "Mend it.")
     if world.rank == 1:
-        exchange.post([], [(torch.zeros(1), 2)]).wait()
+        exchange.post([], [(Message.zeros((1,), torch.float32, torch.device("cpu")), 2)]).wait()
     dist.all_reduce(torch.zeros(1))
 
 
@@ -84,7 +85,7 @@ def test_the_root_cause_wins_over_lost_peers(tmp_path: Path) -> None:
         launch(lose_the_last_rank, 3, deadline_s=60, timeout_s=20, log_dir=tmp_path)
 
     assert "Connection closed by peer" in (tmp_path / "rank-0.log").read_text()
-    assert "a ring exchange among ranks [0, 1, 2] failed" in (tmp_path / "rank-1.log").read_text()
+    assert "an exchange among ranks [0, 1, 2] failed" in (tmp_path / "rank-1.log").read_text()
 
 
 def lose_a_peer_in_silence(world: Any) -> None:

@@ -86,7 +86,7 @@ def test_only_models_of_transformers_are_taken() -> None:
 
     assert str(caught.value) == (
         "Linear is not a transformers model\n"
-        "Call flexcp.attention.ring_attention in your own attention layer."
+        "Call flexcp.attention.group_attention in your own attention layer."
     )
 
 

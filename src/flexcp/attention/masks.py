@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from flexcp.core.layout import Layout
+from flexcp.core.layout import Layout, Piece
 from flexcp.core.sample import Sample
 
 
@@ -69,11 +69,52 @@ def make_tiles(layout: Layout, q_member: int, kv_member: int) -> tuple[Tile, ...
     (Tile(q0=2, q1=4, k0=0, k1=4, causal=False),)
     """
     queries, keys = _held_rows(layout, q_member), _held_rows(layout, kv_member)
+    return _tiles(layout, queries, keys, own=q_member == kv_member)
+
+
+@lru_cache(maxsize=4096)
+def make_tiles_of_many(layout: Layout, q_member: int, kv_members: tuple[int, ...]) -> tuple[Tile, ...]:
+    """Tiles of the queries of one member against the cut rows of many others, which lie sample by sample.
+
+    >>> from flexcp.core.layout import make_layout
+    >>> layout = make_layout((Sample(0, 12),), degree=3, whole_below_tokens=0)  # member 0: 0, 1, 10, 11
+    >>> make_tiles_of_many(layout, 0, (1, 2))
+    (Tile(q0=2, q1=4, k0=0, k1=8, causal=False),)
+    """
+    return _tiles(layout, _held_rows(layout, q_member), _held_by_sample(layout, kv_members), own=False)
+
+
+@lru_cache(maxsize=1024)
+def make_tiles_of_all(layout: Layout) -> tuple[Tile, ...]:
+    """Tiles of all cut rows of a pack among themselves, lying sample by sample."""
+    held = _held_by_sample(layout, tuple(range(layout.degree)))
+    return _tiles(layout, held, held, own=True)
+
+
+def _tiles(
+    layout: Layout, queries: dict[int, list[_Held]], keys: dict[int, list[_Held]], *, own: bool
+) -> tuple[Tile, ...]:
     tiles: list[Tile] = []
-    for index in queries.keys() & keys.keys() if q_member != kv_member else queries:
-        stairs = _stairs(layout.samples[index], queries[index], keys[index], own=q_member == kv_member)
+    for index in queries.keys() & keys.keys() if not own else queries:
+        stairs = _stairs(layout.samples[index], queries[index], keys[index], own=own)
         tiles.extend(_tiles_of_stairs(stairs, first_key=keys[index][0].row))
     return tuple(sorted(tiles, key=lambda tile: (tile.q0, tile.k0)))
+
+
+def cut_by_sample(layout: Layout, members: tuple[int, ...]) -> list[tuple[Piece, int]]:
+    """Cut pieces of some members and whose they are, sample by sample, in the order of positions."""
+    pieces = [(piece, member) for member in members for piece in layout.cut[member]]
+    return sorted(pieces, key=lambda item: (item[0].index, item[0].start))
+
+
+@lru_cache(maxsize=1024)
+def _held_by_sample(layout: Layout, members: tuple[int, ...]) -> dict[int, list[_Held]]:
+    held: dict[int, list[_Held]] = {}
+    row = 0
+    for piece, _ in cut_by_sample(layout, members):
+        held.setdefault(piece.index, []).append(_Held(piece.start, piece.stop, row))
+        row += piece.rows
+    return held
 
 
 @lru_cache(maxsize=4096)

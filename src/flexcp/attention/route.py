@@ -1,4 +1,4 @@
-"""Who passes what to whom around one ring, and how many bytes that is; values only, nothing is sent here."""
+"""Who passes what to whom, where it lies then, and how many bytes that is; nothing is sent here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from flexcp.attention.masks import Tile, make_tiles
+import torch
+from torch import Tensor
+
+from flexcp.attention.masks import Tile, cut_by_sample, make_tiles
 from flexcp.core.layout import Layout
 
 
@@ -58,6 +61,24 @@ def make_route(layout: Layout, member: int) -> Route:
     owners = [ring[place - step] for step in range(len(ring))]
     blocks = tuple(Block(layout.cut_rows(owner), make_tiles(layout, member, owner)) for owner in owners)
     return Route(ring[(place + 1) % len(ring)], ring[place - 1], blocks)
+
+
+@lru_cache(maxsize=256)
+def rows_by_sample(layout: Layout, members: tuple[int, ...]) -> dict[int, Tensor]:
+    """Where the cut rows of each member lie when those of all of them lie sample by sample; int64 [rows].
+
+    >>> from flexcp.core.layout import make_layout
+    >>> from flexcp.core.sample import Sample
+    >>> layout = make_layout((Sample(0, 8),), degree=2, whole_below_tokens=0)  # member 0: 0, 1, 6, 7
+    >>> rows_by_sample(layout, (0, 1))[0].tolist()
+    [0, 1, 6, 7]
+    """
+    ranges: dict[int, list[Tensor]] = {member: [torch.arange(0)] for member in members}
+    row = 0
+    for piece, member in cut_by_sample(layout, members):
+        ranges[member].append(torch.arange(row, row + piece.rows))
+        row += piece.rows
+    return {member: torch.cat(parts) for member, parts in ranges.items()}
 
 
 class Traffic(NamedTuple):

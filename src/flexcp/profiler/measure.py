@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from flexcp.attention import Message
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import InputError
 from flexcp.core.plan import Plan, Task
@@ -134,8 +135,9 @@ class Bench:
             following, previous = (rank + local) % len(ranks), (rank - local) % len(ranks)
         else:
             following, previous = (node + (rank - node + step) % local for step in (1, -1))
-        leaving = torch.zeros(message_bytes, dtype=torch.uint8, device=self._world.device)
-        arriving = torch.empty_like(leaving)
+        leaving, arriving = (
+            Message.zeros((message_bytes,), torch.uint8, self._world.device) for _ in range(2)
+        )
         times = []
         for _ in range(_MESSAGE_REPEATS):
             dist.barrier()

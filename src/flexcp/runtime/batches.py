@@ -202,7 +202,7 @@ def make_micro_batch(
         inputs={
             "input_ids": _tensor(np.concatenate(ids), pinned)[None],
             "position_ids": _tensor(np.concatenate(positions), pinned)[None],
-            "flexcp": TaskContext(layout, transport.exchange(task.ranks), padding_rows),
+            "flexcp": TaskContext(layout, transport.exchange(task.ranks, task.exchange), padding_rows),
         },
         labels=_tensor(targets, pinned),
         supervised_tokens=int((targets != IGNORE_INDEX).sum()),

@@ -105,7 +105,7 @@ class Engine:
         self.device = next(model.parameters()).device
         self.sharding = sharding_of(model)
         _check_agreement(self)
-        self._transport = Transport(timeout_s)
+        self._transport = Transport(timeout_s, planner.cluster.ranks_per_node)
         self._origin_s = time.perf_counter()
         self._on_step_end = on_step_end
         self._trace = trace

@@ -173,6 +173,6 @@ def _check_attention_ran(micro: MicroBatch) -> None:
     if micro.inputs["flexcp"].calls == 0:
         raise UnsupportedError(
             "the model ran without FlexCP attention",
-            "Wrap the loop in `with flexcp.transformers.enable(model)`, or call flexcp.ring_attention "
+            "Wrap the loop in `with flexcp.transformers.enable(model)`, or call flexcp.group_attention "
             "with the keyword `flexcp` in your own attention layer.",
         )

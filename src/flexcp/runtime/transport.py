@@ -1,6 +1,6 @@
-"""Neighbour messages over torch.distributed: one process group for all rings, made once.
+"""Messages of a group over torch.distributed: one process group for all groups of all plans, made once.
 
-Groups are data, not communicators: a ring is a list of global ranks, and its messages are point-to-point
+Groups are data, not communicators: a group is a list of global ranks, and its messages are point-to-point
 sends inside the one parent group. Only `batch_isend_irecv` is used, because on NCCL a bare isend makes a
 communicator per pair.
 """
@@ -10,80 +10,136 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from flexcp.core.errors import RankFailedError
+from flexcp.attention.exchange import FORTH, Buffers, Message, Swap
+from flexcp.core.errors import DisagreementError, RankFailedError
+from flexcp.core.plan import ExchangeKind
+from flexcp.runtime.collectives import collective_device
 from flexcp.runtime.launch import DEFAULT_TIMEOUT_S
 
 
 class Transport:
-    """The parent group of every ring of this process.
+    """The parent group of every group of this process, and the buffers that all of them share.
 
-    It is a group of its own, so that on NCCL ring traffic neither queues behind gradient reductions nor
-    has to be issued in their order. All ranks must construct it at the same point; the first collective
-    on it (a barrier) happens here, since on NCCL subsets may only talk once the communicator exists.
+    It is a group of its own, so that on NCCL these messages neither queue behind gradient reductions nor
+    have to be issued in their order. All ranks must construct it at the same point; the first collective
+    on it (a barrier) happens here, since on NCCL subsets may only talk once the communicator exists. Then
+    every rank greets those it will likely meet, since the first message between two ranks is slow.
 
     Args:
-        timeout_s: a ring message that takes longer ends with an error (where the backend heeds it).
+        timeout_s: a message that takes longer ends with an error (where the backend heeds it).
+        ranks_per_node: ranks of one node greet each other; across nodes neighbours do. Default: all ranks.
+
+    Attributes:
+        met: ranks that this one has greeted.
     """
 
-    def __init__(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(self, timeout_s: float = DEFAULT_TIMEOUT_S, ranks_per_node: int | None = None) -> None:
         self.group = dist.new_group(timeout=timedelta(seconds=timeout_s))
         self.rank = dist.get_rank()
+        self.buffers = Buffers()
+        # gloo alone takes a short message without a word; NCCL waits for the rest until the timeout, and to
+        # read the length there would stall the accelerator.
+        self.checks_lengths = dist.get_backend(self.group) == "gloo"
         dist.barrier(self.group)
+        ranks = dist.get_world_size()
+        self.met = likely_peers(self.rank, ranks, ranks_per_node or ranks)
+        self._greet(range(ranks))
 
-    def exchange(self, ranks: Sequence[int]) -> GroupExchange:
+    def exchange(self, ranks: Sequence[int], kind: ExchangeKind = "ring") -> GroupExchange:
         """Messages among `ranks` (global, in ring order), as seen from this rank, which is one of them."""
-        return GroupExchange(self, tuple(ranks))
+        return GroupExchange(self, tuple(ranks), kind)
+
+    def _greet(self, ranks: Sequence[int]) -> None:
+        """One word to and from every likely peer, in the order of `Swap`: nobody waits in a circle."""
+        device = collective_device()
+        hello = {peer: Message.zeros((1,), torch.int64, device) for peer in self.met}
+        heard = {peer: Message.zeros((1,), torch.int64, device) for peer in self.met}
+        Swap(self.exchange(ranks), hello, heard, largest_bytes=8).wait()
+
+
+def likely_peers(rank: int, ranks: int, ranks_per_node: int) -> tuple[int, ...]:
+    """Who a rank will likely exchange messages with: its node, and the ranks before and after it.
+
+    >>> likely_peers(3, 8, 4), likely_peers(0, 8, 4)
+    ((0, 1, 2, 4), (1, 2, 3, 7))
+    """
+    node = rank // ranks_per_node
+    same_node = set(range(node * ranks_per_node, min(ranks, (node + 1) * ranks_per_node)))
+    return tuple(sorted((same_node | {(rank + 1) % ranks, (rank - 1) % ranks}) - {rank}))
 
 
 class GroupExchange:
     """Implements `attention.exchange.Exchange` for one group."""
 
-    def __init__(self, transport: Transport, ranks: tuple[int, ...]) -> None:
+    def __init__(self, transport: Transport, ranks: tuple[int, ...], kind: ExchangeKind) -> None:
         self._transport = transport
         self._ranks = ranks
         self.member = ranks.index(transport.rank)
         self.degree = len(ranks)
+        self.kind: ExchangeKind = kind
+        self.buffers = transport.buffers
 
     def post(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+        self,
+        sends: Sequence[tuple[Message, int]],
+        receives: Sequence[tuple[Message, int]],
+        lane: int = FORTH,
     ) -> PendingWorks:
-        """Start all messages; tensors must stay untouched until `wait`."""
-        group = self._transport.group
-        ops = [dist.P2POp(dist.isend, t, self._ranks[member], group) for t, member in sends]
-        ops += [dist.P2POp(dist.irecv, t, self._ranks[member], group) for t, member in receives]
-        if not ops:
-            return PendingWorks([], self._ranks)
+        """Start all messages; they must stay untouched until `wait`."""
+        group, ranks = self._transport.group, self._ranks
+        for message, _ in sends:
+            message.length.fill_(message.payload_bytes)
+        for message, _ in receives:
+            message.length.fill_(-1)
+        # gloo tells lanes apart by the tag; NCCL goes by order, which is the same on both sides.
+        ops = [dist.P2POp(dist.isend, m.whole, ranks[member], group, lane) for m, member in sends]
+        ops += [dist.P2POp(dist.irecv, m.whole, ranks[member], group, lane) for m, member in receives]
+        arriving = [(m, ranks[member]) for m, member in receives] if self._transport.checks_lengths else []
         try:
-            return PendingWorks(dist.batch_isend_irecv(ops), self._ranks)
+            works = dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as error:
-            raise _peer_lost(self._ranks, error) from error
+            raise _peer_lost(ranks, error) from error
+        return PendingWorks(works, ranks, self._transport.rank, arriving)
 
 
 class PendingWorks:
     """Messages under way; NCCL gives one work for all of them, gloo one each."""
 
-    def __init__(self, works: list[dist.Work], ranks: tuple[int, ...]) -> None:
-        self._works = works
-        self._ranks = ranks
+    def __init__(
+        self,
+        works: list[dist.Work],
+        ranks: tuple[int, ...],
+        rank: int,
+        arriving: Sequence[tuple[Message, int]],
+    ) -> None:
+        self._works, self._ranks, self._rank, self._arriving = works, ranks, rank, arriving
 
     def wait(self) -> None:
         """Until every message has been sent or has arrived.
 
         Raises:
             RankFailedError: a peer closed the connection or did not answer in time.
+            DisagreementError: a message is not as long as this rank expects.
         """
         try:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
             raise _peer_lost(self._ranks, error) from error
+        for message, peer in self._arriving:
+            got, expected = int(message.length), message.payload_bytes
+            if got != expected:
+                raise DisagreementError(
+                    f"rank {self._rank} expected {expected} bytes from rank {peer} and got {got}",
+                    "The two ranks run different plans, models or versions of FlexCP; start all ranks alike.",
+                )
 
 
 def _peer_lost(ranks: tuple[int, ...], error: RuntimeError) -> RankFailedError:
     return RankFailedError(
-        f"a ring exchange among ranks {list(ranks)} failed: {str(error).splitlines()[0]}",
+        f"an exchange among ranks {list(ranks)} failed: {str(error).splitlines()[0]}",
         "Another rank has ended or stalled; its own output says why.",
     )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexcp.attention.ring import ring_attention
+from flexcp.attention.group import group_attention
 from flexcp.core.errors import UnsupportedError
 from flexcp.runtime.batches import TaskContext
 
@@ -55,7 +55,7 @@ def flexcp_attention(
     _refuse(module, attention_mask, dropout, options)
     rows = query.shape[2] - context.padding_rows
     q, k, v = (_lowered(x[0, :, :rows].transpose(0, 1)) for x in (query, key, value))
-    out = ring_attention(q, k, v, context.layout, context.exchange, scale=scaling)
+    out = group_attention(q, k, v, context.layout, context.exchange, scale=scaling)
     context.calls += 1
     if context.padding_rows:
         out = torch.cat([out, out.new_zeros((context.padding_rows, *out.shape[1:]))])

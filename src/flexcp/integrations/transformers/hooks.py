@@ -33,7 +33,7 @@ def enable(model: nn.Module) -> Iterator[nn.Module]:
     if not isinstance(inner, PreTrainedModel):
         raise UnsupportedError(
             f"{type(inner).__name__} is not a transformers model",
-            "Call flexcp.attention.ring_attention in your own attention layer.",
+            "Call flexcp.attention.group_attention in your own attention layer.",
         )
     check_supported(inner.config)
     before, cached = inner.config._attn_implementation, inner.config.use_cache
