@@ -72,7 +72,7 @@ def main() -> None:
     page = header(lists)
     for part in (partial(against_balanced, python=mcore), scale, integer_degrees, instances):
         page += part(lists)
-        target.write_text("\n".join(page) + "\n", encoding="utf-8")
+    target.write_text("\n".join(page) + "\n", encoding="utf-8")
 
 
 def header(lists):
@@ -118,7 +118,7 @@ def scale(lists):
     rows += ["| list | samples × ranks | plan ms | step / bound |", "|---|---|---|---|"]
     for name, lengths in lists.items():
         if lengths.max() < 20_000:
-            continue
+            continue  # 1,024 ranks are not bought for such lengths
         for size, ranks in SCALES:
             samples, cluster = batch(lengths, ranks, 8192, size)
             plan, ms = timed(samples, cluster, "free-running", runs=9 if size < 1000 else 2)
@@ -197,7 +197,7 @@ def integer_degrees(lists):
     """Flexcp as it is, and kept to powers of two."""
     rows = [
         "",
-        "## What integer degrees alone buy: flexcp, any degree against powers of two, free-running",
+        "## What integer degrees alone buy: list schedules with any degree and with powers of two",
         "",
     ]
     rows += [

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.strategies import cost_models, samples
 
+from flexcp.core.errors import ConfigError
 from flexcp.core.model_shape import ModelShape, model_shape
 from flexcp.core.sample import Sample
 from flexcp.cost import CostModel, Link, Load, cost_model, hardware
@@ -107,3 +108,9 @@ def test_values_can_be_sent_to_another_process():
     cost = cost_model(model_shape("qwen3-8b"), hardware("a100"))
     assert pickle.loads(pickle.dumps(cost)) == cost
     assert np.isfinite(cost.times_s(Load(1, 1, 1, 1, 1), 64, 8)).all()
+
+
+def test_links_across_nodes_may_not_be_faster():
+    fast, slow = Link(2e9, 1e-6), Link(1e9, 1e-6)
+    with pytest.raises(ConfigError, match="faster than inside a node"):
+        CostModel(1e-9, 1e-6, 0.0, 0.0, 0.0, 1.0, 1, slow, fast)

@@ -138,3 +138,25 @@ def test_the_paper_policy_serves_clusters_beyond_the_dynamic_programme():
     plan = plan_of(lengths, Cluster(300, 8192), policy="paper")
     assert check(plan, COST) == ()
     assert max(plan.degrees) >= 16
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("lengths", "cluster"),
+    [
+        ([1022, 13, 9, 7], Cluster(64, 16)),  # short samples that outlast an average wave
+        ([60000], Cluster(8, 8192, 8, (0.5, *[1.0] * 7))),  # memory asks for the slow rank too
+        ([70000] * 3 + [3000] * 50, Cluster(16, 8192, 8, (0.9,) * 8 + (1.0,) * 8)),
+        ([12000, 100], Cluster(2, 8192, speeds=(1.0, 0.1))),
+        ([3000] * 50 + [90000], Cluster(64, 8192, 8, (0.5,) * 64)),
+    ],
+)
+def test_searches_end_whatever_the_ranks_are_like(lengths, cluster, mode):
+    assert check(plan_of(lengths, cluster, mode=mode), COST) == ()
+
+
+@pytest.mark.parametrize("lengths", [[5_000_000_000, 5], [10**9] * 30])
+def test_pairs_that_64_bits_cannot_count_are_refused(lengths):
+    with pytest.raises(LengthsError, match="more than can be counted"):
+        plan_of(lengths, Cluster(8, 10**10))

@@ -59,7 +59,18 @@ BROKEN = {
     "starts before the wave": (with_task(len(GOOD.tasks) - 1, start_s=0.0), "before earlier waves end"),
     "rank in two places at a time": (
         replace(with_task(len(GOOD.tasks) - 1, start_s=0.0), mode="free-running"),
-        "must wait until",
+        "while it runs task",
+    ),
+    "more than memory at a moment": (
+        replace(
+            make_plan(samples_from_lengths([8000, 7000]), Cluster(1, 8192), COST),
+            tasks=(Task((0,), (0,), 0, 0.0, 2.0), Task((1,), (0,), 1, 1.0, 3.0)),
+        ),
+        "rank 0 holds 15000 tokens at 1.0 s",
+    ),
+    "another order than the list": (
+        replace(with_task(len(GOOD.tasks) - 1, start_s=-0.0, end_s=0.0), mode="free-running"),
+        "a later one of the list",
     ),
     "unknown mode": (replace(GOOD, mode="async"), "mode is 'async'"),
 }

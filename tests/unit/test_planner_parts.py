@@ -14,10 +14,10 @@ from flexcp.cost.model import CostModel, Link, Load
 from flexcp.planner import check, make_plan
 from flexcp.planner.allocation import dynamic_programme, threshold
 from flexcp.planner.balance import Slot, fill, shelves
-from flexcp.planner.bounds import lower_bound_s
+from flexcp.planner.bounds import lower_bound, lower_bound_s
 from flexcp.planner.degrees import Ladder, long_samples
 from flexcp.planner.exhaustive import optimum_s
-from flexcp.planner.list_schedule import list_schedule, tasks
+from flexcp.planner.list_schedule import Layout, list_schedule, scheduled_tasks
 from flexcp.planner.packing import best_fit_decreasing
 from flexcp.planner.placement import crosses_nodes, place
 from flexcp.planner.problem import Problem
@@ -34,8 +34,8 @@ def problem_of(lengths, cluster, cost=COST, mode="lockstep", whole_below_tokens=
 def list_scheduled(problem, share):
     bound_s = lower_bound_s(problem)
     samples = long_samples(problem, 0.0)
-    made = list_schedule(problem, samples, bound_s, share, problem.cluster.ranks_per_node)
-    return tasks(problem, made)
+    made = list_schedule(problem, samples, bound_s, Layout(share, problem.cluster.ranks_per_node))
+    return scheduled_tasks(problem, made)
 
 
 def tokens_by_pack(problem, packs):
@@ -198,7 +198,7 @@ def test_a_list_schedule_fills_the_time_before_and_after_rings():
     assert makespan_s(made) <= 1.1 * lower_bound_s(problem)
 
 
-def test_rings_prefer_windows_inside_a_node():
+def test_rings_stay_inside_a_node():
     problem = problem_of([39, 38, 37], Cluster(6, 20, ranks_per_node=3), mode="free-running")
     rings = [task.ranks for task in list_scheduled(problem, 2.0)]
     assert rings == [(0, 1), (3, 4), (3, 4)]
@@ -262,7 +262,16 @@ def test_lockstep_gives_slow_ranks_less_work(speeds):
 
 
 def test_the_wave_of_the_longest_sample_bounds_what_runs_beside_it():
-    # 60 of 80 tokens need six of eight ranks: beside them only 20 tokens fit, the rest waits.
-    problem = problem_of([60, *[10] * 8], Cluster(8, 10))
-    alone_s = min(problem.cost.times_s(problem.loads[0], 8)[5:])
-    assert lower_bound_s(problem) > alone_s + 0.5
+    """By hand: two ranks are best for 16 tokens, and their messages leave no time for others.
+
+    On 2 ranks: attention 136 / 2 = 68 s is hidden by 10 * 8 = 80 s of messages; 16 / 2 = 8 s of linear work.
+    The other two ranks hold 2 * 10 tokens: two samples of 8, and 4 tokens of a third, of 36 + 8 s each.
+    Samples that join the ring cost at least 8 + 8 * 10 rank-seconds and bring 44. So 3 - 4 / 8 samples wait.
+    """
+    slow = Link(1.0, 0.0)
+    cost = CostModel(1.0, 1.0, 0.0, 0.0, 0.0, 10.0, 1, slow, slow)
+    problem = problem_of([16, *[8] * 5], Cluster(4, 10), cost)
+    assert cost.times_s(problem.loads[0], 2).tolist() == [152.0, 88.0]
+    bound = lower_bound(problem)
+    assert bound.seconds == pytest.approx(88 + 2.5 * 44 / 4)
+    assert "no room for beside it" in bound.reason

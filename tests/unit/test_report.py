@@ -13,8 +13,9 @@ from flexcp.core.plan import Plan, Task
 from flexcp.core.sample import samples_from_lengths
 from flexcp.cost.model import CostModel, Link
 from flexcp.planner import make_plan
+from flexcp.planner.bounds import lower_bound
 from flexcp.planner.problem import Problem
-from flexcp.report.explain import communication_share, explain, tight_bound
+from flexcp.report.explain import communication_share, explain
 from flexcp.report.tables import Outcome, choice_table, format_ranks, policy_table
 from flexcp.report.timeline import plan_svg, plan_timeline
 
@@ -135,9 +136,15 @@ def test_communication_share_counts_what_nothing_hides():
 
 def test_the_tight_bound_is_named():
     """One giant is limited by itself, many small ones by their work, full waves by memory."""
-    assert "the longest sample, 3,000 tokens, on its best" in tight_bound(*planned([3000], 4))
-    assert tight_bound(*planned([200] * 20, 4)) == "the work of all samples on all ranks"
-    assert tight_bound(*planned([1024, 1024, 1024, 1024, 300], 4)) == "the waves that memory forces"
+
+    def reason(lengths, mode="lockstep"):
+        return lower_bound(planned(lengths, 4, mode=mode)[1]).reason
+
+    assert "the longest sample, 3,000 tokens, on its best" in reason([3000])
+    assert reason([200] * 20) == "the work of all samples on all ranks"
+    assert reason([1024, 1024, 1024, 1024, 300]) == "the waves that memory forces"
+    assert "no room for beside it" in reason([2900, *[700] * 8])
+    assert "one at a time" in reason([3000, 2900, 2800], "free-running")
 
 
 def test_reasons_of_degrees():

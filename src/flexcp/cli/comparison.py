@@ -20,10 +20,11 @@ from flexcp.core.plan import Mode, Plan
 from flexcp.core.sample import Sample
 from flexcp.cost import CostModel
 from flexcp.planner import POLICIES, Planner, lower_bound_s
+from flexcp.planner.bounds import lower_bound
 from flexcp.planner.policies import static
 from flexcp.planner.problem import Problem
 from flexcp.planner.timeline import schedule
-from flexcp.report.explain import communication_share, tight_bound
+from flexcp.report.explain import communication_share
 from flexcp.report.tables import Outcome, format_seconds
 
 NOT_WORTH_BELOW = 1.03  # under 3 % the cost model's own error decides, so no promise is made
@@ -138,7 +139,7 @@ def verdict(subject: Outcome, baseline: Outcome, lengths: Lengths, setting: Sett
         return f"{subject.policy} cannot serve these lengths: {subject.refusal}."
     step = f"{format_seconds(subject.step_s)} a step"
     plan = subject.plans[0]
-    limit = tight_bound(plan, setting.problem(plan.samples))
+    limit = lower_bound(setting.problem(plan.samples)).reason
     distance = f"{subject.gap - 1:.1%} above the bound, which is {limit}"
     if not baseline.plans:
         return f"{subject.policy} takes {step}, {distance}; {layout} cannot serve: {baseline.refusal}."

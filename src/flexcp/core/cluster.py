@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexcp.core.errors import ConfigError
 
 # Far above any cluster; beyond it a slip of the keyboard would be planned for hours.
-MOST_RANKS = 1 << 20
+MOST_RANKS, MOST_TOKENS_PER_RANK = 1 << 17, 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class Cluster:
                 raise ConfigError(f"{name} is {getattr(self, name)}", f"{name} is at least 1.")
         if self.ranks > MOST_RANKS:
             raise ConfigError(f"{self.ranks:,} ranks", f"Plans are made for up to {MOST_RANKS:,} ranks.")
+        if self.tokens_per_rank > MOST_TOKENS_PER_RANK:
+            raise ConfigError(f"{self.tokens_per_rank:,} tokens per rank", "No rank holds so many.")
         object.__setattr__(self, "speeds", tuple(self.speeds))  # JSON hands over a list
         if self.speeds and len(self.speeds) != self.ranks:
             raise ConfigError(f"{len(self.speeds)} speeds for {self.ranks} ranks", "Give one for each rank.")
@@ -66,6 +68,16 @@ class Cluster:
     def top_speed(self) -> float:
         """Speed of the fastest rank."""
         return max(self.speeds, default=1.0)
+
+    def with_top_speed_one(self) -> Cluster:
+        """Speeds relative to the fastest rank; none where all are alike.
+
+        >>> Cluster(2, 8192, speeds=(2.0, 1.0)).with_top_speed_one().speeds
+        (1.0, 0.5)
+        """
+        top = self.top_speed
+        alike = all(speed == top for speed in self.speeds)
+        return replace(self, speeds=() if alike else tuple(speed / top for speed in self.speeds))
 
     @property
     def rank_equivalents(self) -> float:

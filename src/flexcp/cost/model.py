@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flexcp.core.errors import ConfigError
 from flexcp.core.model_shape import ModelShape
 from flexcp.core.plan import ExchangeKind
 from flexcp.core.sample import Sample
@@ -130,6 +131,9 @@ class CostModel:
         head_bytes_per_token: what one token of one head moves over a whole step, all layers and passes.
         exchange: how the ranks of a group meet.
 
+    Raises:
+        ConfigError: the link across nodes is faster than the one inside.
+
     >>> link = Link(bytes_per_s=100.0, latency_s=0.5)
     >>> cost = CostModel(1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 1, link, link, passes=1)
     >>> load = Load(tokens=4, pairs=10, samples=1, cut_tokens=4, cut_samples=1)
@@ -153,6 +157,32 @@ class CostModel:
     kv_heads: int = 0
     head_bytes_per_token: float = 0.0
     exchange: ExchangeKind = "ring"
+
+    def __post_init__(self) -> None:
+        # Bounds and placement take a group that can lie inside a node to be fastest there.
+        if self.inter.bytes_per_s > self.intra.bytes_per_s or self.inter.latency_s < self.intra.latency_s:
+            raise ConfigError(
+                f"links across nodes ({self.inter}) are faster than inside a node ({self.intra})",
+                "Give the slower link as inter, or the same for both.",
+            )
+
+    def at_speed(self, speed: float) -> CostModel:
+        """The same on ranks and links of another speed.
+
+        >>> link = Link(100.0, 0.5)
+        >>> CostModel(1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 1, link, link).at_speed(2.0).token_s
+        1.0
+        """
+        return replace(
+            self,
+            pair_s=self.pair_s / speed,
+            token_s=self.token_s / speed,
+            sample_s=self.sample_s / speed,
+            pack_s=self.pack_s / speed,
+            ring_step_s=self.ring_step_s / speed,
+            intra=Link(self.intra.bytes_per_s * speed, self.intra.latency_s / speed),
+            inter=Link(self.inter.bytes_per_s * speed, self.inter.latency_s / speed),
+        )
 
     def with_exchange(self, exchange: ExchangeKind) -> CostModel:
         """The same machine and model, other messages."""

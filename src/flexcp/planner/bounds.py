@@ -2,16 +2,19 @@
 
 Bounds are about the model, not the machine: they ignore nothing that the model charges at its cheapest.
 
-Notation: R is the sum of `work_s`, P = ceil(tokens / E), c = pack_s, r = ring_step_s. Ranks of different
-speed are counted in ranks of the top speed v: a group of d ranks whose slowest has speed u is busy T / u, and
-then uses up at least d·T of the Σ speeds that the cluster has in a second. So N below is Σ speeds / v, and
-the result is divided by v.
+Notation: R is the sum of `work_s`, P = ceil(tokens / E), c = pack_s, r = ring_step_s. T(d) is the time on d
+ranks inside a node where they fit, which no placement beats. Ranks of different speed are counted in ranks of
+the top speed, which is 1: a group of d ranks whose slowest has speed u is busy T / u, and then uses up at
+least d·T of the Σ speeds that the cluster has in a second. So N below is Σ speeds.
+
+Sums run from left to right (`cumsum`), so they are the same on every machine.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,18 +23,33 @@ from flexcp.planner.degrees import LongSamples, long_samples
 from flexcp.planner.problem import Array, Integers, Problem
 
 _BISECTIONS = 24
+# A bound explains the whole if it is within half a percent of it.
+_TIGHT = 1.005
 # Degrees at which `_rate_beside` is worked out.
 _RATES = 24
 
 
-@lru_cache(maxsize=2)  # policies, their candidates and the plan ask again for the same problem
+class Bound(NamedTuple):
+    """Seconds, and what they are the time of, as the end of a sentence."""
+
+    seconds: float
+    reason: str
+
+
 def lower_bound_s(problem: Problem) -> float:
-    """Seconds that no plan of this mode can beat; the larger of those that hold in both, and of its own.
+    """Seconds that no plan of this mode can beat; see `lower_bound`."""
+    return lower_bound(problem).seconds
 
-    Both modes: `_area_s`, and `_one_at_a_time_s`. Free-running: rank-sized packs that memory forces,
-    (R + P·c) / N. Lockstep: `_waves_s`.
 
-    Complexity: O(K log K), and 24 questions to the ladder of the long samples.
+@lru_cache(maxsize=1)  # the policy and the plan ask for the same problem
+def lower_bound(problem: Problem) -> Bound:
+    """The largest of the bounds that hold in this mode.
+
+    Both modes: the best time of the longest sample, `_one_at_a_time_s` and `_area_s`. Free-running: work
+    with the rank-sized packs that memory forces, (R + P·c) / N. Lockstep: `_waves_s` and, with ranks of one
+    speed, `_beside_longest_s`.
+
+    Complexity: O(24·(K + N) + K log K), and 24 questions to the ladder of the long samples.
     """
     ranks = problem.cluster.rank_equivalents
     floor_s = problem.total_work_s / ranks + problem.cost.pack_s
@@ -39,11 +57,22 @@ def lower_bound_s(problem: Problem) -> float:
         packs = -(-problem.tokens // problem.cluster.tokens_per_rank)
         floor_s = max(floor_s, (problem.total_work_s + packs * problem.cost.pack_s) / ranks)
     samples = long_samples(problem, floor_s)
+    bounds = [Bound(floor_s, "the work of all samples on all ranks")]
     if len(samples.index):
-        floor_s = max(floor_s, float(samples.best_s.max()), _one_at_a_time_s(problem, samples))
+        row = int(samples.best_s.argmax())
+        tokens = int(problem.counts[samples.index[row], 0])
+        ranks_of_best = int(samples.ladder.degrees(samples.best_s)[row])
+        where = "one rank" if ranks_of_best == 1 else f"its best {ranks_of_best} ranks"
+        what = f"the longest sample, {tokens:,} tokens, on {where}"
+        bounds.append(Bound(float(samples.best_s[row]), what))
+        bounds.append(Bound(_one_at_a_time_s(problem, samples), "samples that memory runs one at a time"))
     if problem.mode == "lockstep":
-        floor_s = max(floor_s, _waves_s(problem, samples), _beside_longest_s(problem, samples))
-    return _area_s(problem, samples, floor_s) / problem.cluster.top_speed
+        bounds.append(Bound(_waves_s(problem, samples), "the waves that memory forces"))
+        beside_s = _beside_longest_s(problem, samples)
+        bounds.append(Bound(beside_s, "the longest sample, and what memory leaves no room for beside it"))
+    largest = max(bounds, key=lambda bound: bound.seconds)
+    area_s = _area_s(problem, samples, largest.seconds)
+    return Bound(area_s, (bounds[0] if area_s > _TIGHT * largest.seconds else largest).reason)
 
 
 def _one_at_a_time_s(problem: Problem, samples: LongSamples) -> float:
@@ -97,7 +126,8 @@ def _waves_s(problem: Problem, samples: LongSamples) -> float:
     4. Every other wave of work w lasts at least c + w / N: its slowest pack lasts at least c, and the
        area of all its packs is at least N' c + w for the N' <= N ranks it uses.
 
-    So the step lasts at least Σ_{k <= m} B_k + (R - M(m·N·E))⁺ / N + (W_0 - m)·c for every m in 0..W_0.
+    So the step lasts at least Σ_{k <= m} B_k + (R - M(m·N·E))⁺ / N + (W_0 - m)⁺·c for every m for which
+    B_1 .. B_m are known.
     """
     capacity = problem.cluster.capacity_tokens
     forced = max(1, -(-problem.tokens // capacity))
@@ -110,25 +140,28 @@ def _waves_s(problem: Problem, samples: LongSamples) -> float:
 
 
 def _beside_longest_s(problem: Problem, samples: LongSamples) -> float:
-    """Lockstep: the wave of the sample with the largest best time, and all others, for its best degree.
+    """Lockstep: the wave of the sample with the largest best time and all other waves, where least.
 
     Let this sample, of work w, run on d ranks; its wave lasts t >= T(d). What else can the wave do?
 
     1. On the other N - d ranks fit at most (N - d)·E tokens, so at most the work M((N - d)·E) of the densest
        other samples, and at most (N - d)·(t - c).
-    2. Other samples of the same pack, of work e. By computation e <= d·(t - c - (d - 1) r) - w. By traffic,
-       with T_cm(d) the time of the sample if its ring hides all of its attention: every token that is cut
-       lengthens the ring's traffic, and all tokens and samples the rest, so
+    2. Other samples of the same pack, of work e. By computation e <= d·(t - c - (d - 1) r) - w. By traffic:
+       let T_cm(d) be the time of the sample if its attention took none. Traffic, linear and per-sample terms
+       are sums over the samples of a pack (at least: whole samples may be spread unevenly); only the maximum
+       of attention and traffic is not, and T_cm keeps the traffic. So
 
            d·(t - T_cm(d)) >= Σ a,   a = token_s·l + sample_s + [cut]·(d - 1)(l·kv_bytes/bandwidth + sample_s)
 
-       over these samples, of work g each: e <= k·d·(t - T_cm(d)) with k the largest g / a. Whole samples
-       bring attention that the traffic hides, so k may exceed 1.
-    3. All other work, spread over N ranks, is in other waves, of which there are at least W_0 - 1.
+       over these samples, of work g each: e <= k·d·(t - T_cm(d)) with k the largest g / a. Samples whose
+       attention exceeds their traffic find it hidden behind that of the long one, so k may exceed 1.
+    3. All other work, spread over N ranks, is in other waves, of which there are at least W_0 - 1 (step 4 of
+       `_waves_s`).
 
     So the step lasts at least f(t) = t + (R - w - e(t) - M(t)) / N + (W_0 - 1)·c with the least of the limits
-    for e and M. Both are concave in t, so f is convex and made of lines: its least value is at t = T(d), or
-    where one limit takes over from the other. The least over all d is a bound.
+    for e and M; where the numerator is negative this only says less. Both are concave in t, so f is convex
+    and made of lines: its least value is at t = T(d), or where one limit takes over from the other. The
+    least over all d is a bound. With ranks of several speeds this is not worked out, and 0 is returned.
     """
     if not len(samples.index) or problem.cluster.speeds:
         return 0.0
@@ -164,7 +197,7 @@ def _rate_beside(
 ) -> tuple[Array, Array]:
     """At least k, and T_cm, of `_beside_longest_s` at ascending degrees; each shape (degrees,).
 
-    Where no ring is walked, any other sample costs what its work takes: k = 1, from the end of the sample on.
+    Where no ring is walked, other samples cost what their work takes: k = 1 from the end of the sample on.
     Else k falls with d on one kind of link, so what it is at fewer ranks is enough; a few are looked at.
     """
     cost = problem.cost
@@ -183,6 +216,8 @@ def _rate_beside(
         bytes_per_s = (cost.inter if crosses[look] else cost.intra).bytes_per_s
         ring_s = cost.kv_bytes_per_token * cut_tokens / bytes_per_s + cost.sample_s * cut
         spent_s = cost.token_s * tokens + cost.sample_s + (degree[look] - 1) * ring_s
+        if not (spent_s > 0).all():  # then only computation limits what a pack takes
+            return np.ones(len(degree)), cost.pack_s + problem.work_s[sample] / degree
         rate[look:] = np.max(gained_s / spent_s, initial=0.0)
     traffic = replace(cost, pair_s=0.0)  # attention that the ring hides costs nothing
     return rate, traffic.seconds(alone, degree, crosses)

@@ -6,9 +6,8 @@ The judge is independent of the planner: memory is counted row by row from the l
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
 
 from flexcp.core.layout import heads_divide
 from flexcp.core.plan import EXCHANGE_KINDS, Plan, Task
@@ -24,16 +23,14 @@ def check(plan: Plan, cost: CostModel | None = None) -> tuple[str, ...]:
 
     With a cost model, the times of the tasks and the bound are compared with it too.
 
-    Waiting in a circle: ranks take their tasks in the order of `plan.tasks`, and `_replay` runs their queues
-    event by event until nothing can start. Memory: a rank runs one task at a time, since none may start
-    before its rank's last has ended, so the rows of each task on its fullest rank are the peak.
+    Memory is looked at twice: of every task by itself, and of every rank at every moment by predicted times.
 
-    Complexity: O(K + Σ samples · degree over tasks).
+    Complexity: O(K log K + Σ samples · degree over tasks).
     """
     found = [*_samples(plan), *_groups(plan)]
     if found:
         return tuple(found)  # what follows relies on valid positions and ranks
-    found += [*_memory(plan), *_order(plan), *_times(plan), *_replay(plan)]
+    found += [*_memory(plan), *_order(plan), *_times(plan), *_moments(plan)]
     if cost is not None:
         found += _predictions(plan, cost)
     return tuple(found)
@@ -95,11 +92,6 @@ def _times(plan: Plan) -> Iterator[str]:
             yield f"task {number} runs from {task.start_s} s to {task.end_s} s"
     if plan.mode == "lockstep":
         yield from _lockstep_times(plan)
-    for rank in range(plan.cluster.ranks):
-        mine = [plan.tasks[index] for index in plan.tasks_of(rank)]
-        for earlier, later in pairwise(mine):
-            if later.start_s < _before(earlier.end_s):
-                yield f"rank {rank} starts at {later.start_s} s what must wait until {earlier.end_s} s"
 
 
 def _lockstep_times(plan: Plan) -> Iterator[str]:
@@ -111,25 +103,35 @@ def _lockstep_times(plan: Plan) -> Iterator[str]:
         ended_s = max(ended_s, *(task.end_s for task in wave))
 
 
-def _replay(plan: Plan) -> Iterator[str]:
-    """Runs the queues of all ranks: a task starts when it heads the queue of each of its ranks."""
-    queues = {rank: deque(plan.tasks_of(rank)) for rank in range(plan.cluster.ranks)}
-    heading: Counter[int] = Counter(queue[0] for queue in queues.values() if queue)
-    ready = deque(k for k, count in heading.items() if count == plan.tasks[k].degree)
-    ended = 0
-    while ready:
-        number = ready.popleft()
-        ended += 1
-        for rank in plan.tasks[number].ranks:
-            queues[rank].popleft()
-            if queues[rank]:
-                following = queues[rank][0]
-                heading[following] += 1
-                if heading[following] == plan.tasks[following].degree:
-                    ready.append(following)
-    if ended < len(plan.tasks):
-        stuck = sorted({queue[0] for queue in queues.values() if queue})
-        yield f"tasks {stuck} wait for each other"
+def _moments(plan: Plan) -> Iterator[str]:
+    """Event by event, by predicted times: a rank runs one task at a time, in the order of the list, within E.
+
+    The order of tasks is one list for all ranks, so at any time the first unfinished task can run as soon as
+    its ranks have ended what they run: waiting in a circle cannot even be written down.
+    """
+    events = []
+    for number, task in enumerate(plan.tasks):
+        ends_s = _before(task.end_s)
+        events.append((task.start_s, 1, number))
+        # Ends come before starts of the same moment, but not before their own.
+        events.append((ends_s, 0, number) if ends_s > task.start_s else (task.start_s, 2, number))
+    layouts = [plan.layout(task) for task in plan.tasks]
+    running: dict[int, dict[int, int]] = {rank: {} for rank in range(plan.cluster.ranks)}
+    latest = dict.fromkeys(running, -1)
+    for _, kind, number in sorted(events):
+        task = plan.tasks[number]
+        for member, rank in enumerate(task.ranks):
+            if kind != 1:
+                del running[rank][number]
+                continue
+            if running[rank]:
+                yield f"rank {rank} starts task {number} while it runs task {latest[rank]}"
+            if number < latest[rank]:
+                yield f"rank {rank} starts task {number} after task {latest[rank]}, a later one of the list"
+            running[rank][number] = layouts[number].rows(member)
+            latest[rank] = number
+            if (held := sum(running[rank].values())) > plan.cluster.tokens_per_rank:
+                yield f"rank {rank} holds {held} tokens at {task.start_s} s, more than it may"
 
 
 def _predictions(plan: Plan, cost: CostModel) -> Iterator[str]:

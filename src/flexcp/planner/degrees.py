@@ -28,7 +28,8 @@ class Ladder:
     Beyond, all groups cross nodes, and T is quasi-convex in d. Proof: T is the larger of two branches plus
     pack_s. Computation, (a + t) / d + (d - 1) r, is convex. Communication, c - c / d + (d - 1)(l + r) +
     t / d, is convex for t >= c and rises for t < c. So both are quasi-convex, and so is the larger. Its
-    lowest point is found by bisecting the slope, and a limit by bisecting the falling part.
+    lowest point is found by bisecting the slope, and a limit by bisecting the falling part. (All-to-all
+    falls for d >= 3.)
 
     Complexity: O(M · tabled) memory; O(M · (tabled + log N)) time a question.
 

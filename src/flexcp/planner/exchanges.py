@@ -5,7 +5,7 @@ Chosen when degrees and packs stand, so it only ever shortens a task. Prediction
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -62,34 +62,40 @@ def _allowed(
 def with_fastest_exchanges(problem: Problem, tasks: tuple[Task, ...]) -> tuple[Task, ...]:
     """The same tasks, each on several ranks by the fastest exchange that it may use, and started anew.
 
-    Complexity: O(tasks · degree).
+    Complexity: O(tasks + samples and ranks of those on several ranks).
     """
-    if all(task.degree == 1 for task in tasks):
+    wide = [number for number, task in enumerate(tasks) if task.degree > 1]
+    if not wide:
         return tasks
     row_of = dict(zip(problem.order, range(problem.size), strict=True))
-    counts = problem.totals([[row_of[position] for position in task.samples] for task in tasks])
-    cluster, groups = problem.cluster, [task.ranks for task in tasks]
+    counts = problem.totals([[row_of[position] for position in tasks[number].samples] for number in wide])
+    cluster, groups = problem.cluster, [tasks[number].ranks for number in wide]
     degrees = np.array([len(group) for group in groups])
-    crosses = np.array([len(group) > 1 and crosses_nodes(group, cluster) for group in groups])
+    crosses = np.array([crosses_nodes(group, cluster) for group in groups])
     seconds, exchanges = fastest(problem.cost, cluster, counts.astype(np.float64).T, degrees, crosses)
     speeds = np.array([cluster.speed(group) for group in groups]) if cluster.speeds else 1.0
-    return _started(problem, tasks, list(zip((seconds / speeds).tolist(), exchanges, strict=True)))
+    timed = zip(wide, (seconds / speeds).tolist(), exchanges, strict=True)
+    changed = {number: (time_s, kind) for number, time_s, kind in timed if kind != tasks[number].exchange}
+    return _started(problem, tasks, changed) if changed else tasks
 
 
 def _started(
-    problem: Problem, tasks: Sequence[Task], timed: Sequence[tuple[float, ExchangeKind]]
+    problem: Problem, tasks: Sequence[Task], changed: Mapping[int, tuple[float, ExchangeKind]]
 ) -> tuple[Task, ...]:
-    """Tasks of other durations, in the same order: as early as their ranks, or the wave before, allow."""
+    """The tasks in the same order, some of other durations: as early as their ranks, or the wave, allow."""
     started: list[Task] = []
     free_s, wave = [0.0] * problem.ranks, -1
-    for task, (time_s, exchange) in zip(tasks, timed, strict=True):
+    for number, task in enumerate(tasks):
         if problem.mode == "lockstep" and task.wave != wave:
             free_s, wave = [max(free_s)] * problem.ranks, task.wave
-        start_s = max([free_s[rank] for rank in task.ranks])
-        end_s = start_s + time_s
-        for rank in task.ranks:
-            free_s[rank] = end_s
-        started.append(Task(task.samples, task.ranks, task.wave, start_s, end_s, exchange))
+        ranks = task.ranks
+        start_s = free_s[ranks[0]] if len(ranks) == 1 else max([free_s[rank] for rank in ranks])
+        if number in changed or start_s != task.start_s:
+            time_s, exchange = changed.get(number, (task.end_s - task.start_s, task.exchange))
+            task = Task(task.samples, ranks, task.wave, start_s, start_s + time_s, exchange)
+        for rank in ranks:
+            free_s[rank] = task.end_s
+        started.append(task)
     return tuple(started)
 
 

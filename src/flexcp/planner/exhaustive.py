@@ -1,4 +1,7 @@
-"""The true optimum on tiny inputs, by trying everything; a yardstick for tests, not a policy."""
+"""The optimum on tiny inputs, by trying everything; a yardstick for tests, not a policy.
+
+Groups that fit into a node are taken to lie in one, so with several nodes no plan need be as short.
+"""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right, insort
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,18 +17,30 @@ from flexcp.core.plan import Task
 from flexcp.planner.degrees import LongSamples
 from flexcp.planner.placement import Group
 from flexcp.planner.problem import Integers, Problem
-from flexcp.planner.timeline import placed_s
+from flexcp.planner.timeline import placed_s, run_in_order
 
-# Slots looked at whose packs may have room for a sample, before one is taken that can hold another pack.
+# Slots looked at whose open pack may have room for a sample, before one is taken that can hold another pack.
 _LOOKS = 8
+
+
+class Layout(NamedTuple):
+    """How rings are laid out.
+
+    Attributes:
+        share: no long sample runs longer than this share of the step, where more ranks can prevent it.
+        block: ranks, from 0 on, are taken in blocks of so many; a ring lies in one where it fits.
+    """
+
+    share: float
+    block: int
 
 
 @dataclass(slots=True)
 class Gap:
-    """Idle time of one rank: before one of its rings, or (`last`) after all of them.
+    """Idle time of one rank: before one of its rings, or from its last ring to the end of the step.
 
-    Seconds here are those of a rank at speed 1; `left_s` of a last gap is measured from the target and may
-    become negative. `open` is the pack with most room, `room` the tokens that it can still take.
+    Seconds here are those of a rank at speed 1; `left_s` of a gap at the end is measured from the target and
+    may become negative. `open` is the pack with most room, `room` the tokens that it can still take.
     """
 
     rank: int
@@ -43,43 +56,41 @@ class Ring:
     """One long sample on its ranks, and the idle time that it leaves before it starts."""
 
     sample: int
-    ranks: tuple[int, ...]
+    ranks: Group
     gaps: list[Gap]
 
 
 @dataclass(slots=True)
 class ListSchedule:
-    """A free-running step: rings in the one order that all ranks keep, and the queue of every rank."""
+    """A free-running step: rings in the one order that all ranks keep, and what is left at the end."""
 
     rings: list[Ring]
     ends: list[Gap]
     step_s: float
 
 
-def list_schedule(
-    problem: Problem, samples: LongSamples, target_s: float, share: float, block: int
-) -> ListSchedule:
-    """Plan a free-running step of `target_s`, with no long sample longer than `share` of it where it can be.
+def list_schedule(problem: Problem, samples: LongSamples, target_s: float, layout: Layout) -> ListSchedule:
+    """Plan a free-running step of `target_s`; it may come out longer.
 
-    1. Each sample takes its least degree that meets the limit; those on several ranks become rings. Widest
-       first, a ring goes to the node where it can start first, on its ranks that are free first.
+    1. Each sample takes its least degree that meets the target's share; those on several ranks become rings.
+       Widest first, a ring goes to the block where it can start first, on its ranks that are free last.
     2. The others go longest first, as packs of up to E tokens, where they leave least time before a ring or
        before the target (best fit); those that find no such place, to the rank with most time left.
 
-    Complexity: O(rings · log N + wide rings · nodes + degrees · nodes + K log (K + N)), and moving
+    Complexity: O(rings · log N + wide rings · blocks + degrees · blocks + K log (K + N)), and moving
     entries of sorted lists of length N.
     """
-    limit_s = target_s * problem.cluster.top_speed
-    degrees = samples.ladder.degrees(np.maximum(share * limit_s, np.minimum(limit_s, samples.near_best_s)))
+    limit_s = np.maximum(layout.share * target_s, np.minimum(target_s, samples.near_best_s))
+    degrees = samples.ladder.degrees(limit_s)
     wide = np.flatnonzero(degrees > 1)
     seconds = samples.ladder.times_s(degrees[wide], wide)
     order = np.lexsort((wide, -seconds, -degrees[wide]))
     wide, seconds = wide[order], seconds[order]
     crossing_s = problem.cost.seconds(samples.ladder.columns[:, wide], degrees[wide], True)
-    nodes = _Blocks(problem, block)
+    blocks = _Blocks(problem, layout.block)
     lists = samples.index[wide].tolist(), degrees[wide].tolist(), seconds.tolist(), crossing_s.tolist()
-    rings = [nodes.place(*ring) for ring in zip(*lists, strict=True)]
-    ends = nodes.ends(target_s)
+    rings = [blocks.place(*ring) for ring in zip(*lists, strict=True)]  # widest first, as it asks
+    ends = blocks.ends(target_s)
     single = np.ones(problem.size, dtype=bool)
     single[samples.index[wide]] = False
     singles = np.flatnonzero(single)
@@ -90,59 +101,63 @@ def list_schedule(
 
 
 class _Blocks:
-    """When every rank is free, by node; ranks of a node are alike to a ring, so only their times count."""
+    """When every rank is free, by block; ranks of a block are alike to a ring, so only their times count.
+
+    Entries are (free since, -rank), ascending. So of ranks that are free equally long the highest comes
+    first, and (t, 1) lies behind all that are free by t.
+    """
 
     def __init__(self, problem: Problem, block: int) -> None:
         cluster = problem.cluster
         self._cluster = cluster
-        self._block = per_node = min(block, cluster.ranks)
-        starts = range(0, cluster.ranks, per_node)
+        self._block = block = min(block, cluster.ranks)
+        starts = range(0, cluster.ranks, block)
         self._free = [
-            [(0.0, -rank) for rank in reversed(range(start, min(start + per_node, cluster.ranks)))]
+            [(0.0, -rank) for rank in reversed(range(start, min(start + block, cluster.ranks)))]
             for start in starts
         ]
-        # The same times as rows, for rings wider than a node; a last, smaller node has endless ones.
-        self._table_s = np.full((len(starts), per_node), np.inf)
-        for node, free in enumerate(self._free):
-            self._table_s[node, : len(free)] = 0.0
+        # The same times as rows, for rings wider than a block; a last, smaller block has endless ones.
+        self._table_s = np.full((len(starts), block), np.inf)
+        for number, free in enumerate(self._free):
+            self._table_s[number, : len(free)] = 0.0
+        # Blocks by where rings of one degree can start; made anew for each degree, so wide rings come first.
         self._degree = 0
         self._heap: list[tuple[float, float, int]] = []
 
     def place(self, sample: int, degree: int, seconds: float, crossing_s: float) -> Ring:
-        """Where the ring can start first, and then idles least; never wider after narrower."""
-        per_node = self._block
-        parts = self._across(degree) if degree > per_node else [(self._inside(degree), degree)]
-        start_s = max([self._free[node][count - 1][0] for node, count in parts])
-        taken = [entry for node, count in parts for entry in self._take(node, count, start_s)]
-        ranks = tuple(sorted([-name for _, name in taken]))
+        """Where the ring can start first, and then idles least; call with falling degrees."""
+        parts = self._across(degree) if degree > self._block else [(self._inside(degree), degree)]
+        start_s = max([self._free[block][count - 1][0] for block, count in parts])
+        taken = [entry for block, count in parts for entry in self._take(block, count, start_s)]
+        ranks = tuple(sorted([-minus_rank for _, minus_rank in taken]))
         if self._cluster.node_of(ranks[0]) != self._cluster.node_of(ranks[-1]):
             seconds = crossing_s
         end_s = start_s + seconds / self._cluster.speed(ranks)
         for rank in ranks:
-            insort(self._free[rank // per_node], (end_s, -rank))
-        if degree > per_node:
-            for node, _ in parts:
-                free = self._free[node]
-                self._table_s[node, : len(free)] = [free_s for free_s, _ in free]
+            insort(self._free[rank // self._block], (end_s, -rank))
+        if degree > self._block:
+            for block, _ in parts:
+                free = self._free[block]
+                self._table_s[block, : len(free)] = [free_s for free_s, _ in free]
         else:
             heapq.heapreplace(self._heap, self._key(parts[0][0], degree))
-        gaps = [self._gap(start_s - free_s, -name) for free_s, name in taken if free_s < start_s]
+        gaps = [self._gap(start_s - free_s, -minus_rank) for free_s, minus_rank in taken if free_s < start_s]
         return Ring(sample, ranks, gaps)
 
-    def _take(self, node: int, count: int, start_s: float) -> list[tuple[float, int]]:
+    def _take(self, block: int, count: int, start_s: float) -> list[tuple[float, int]]:
         """Remove the ranks that are free by the start, the last of them: the others keep their room."""
-        free = self._free[node]
+        free = self._free[block]
         upto = bisect_right(free, (start_s, 1))
         taken = free[upto - count : upto]
         del free[upto - count : upto]
         return taken
 
-    def _key(self, node: int, degree: int) -> tuple[float, float, int]:
-        """Start of a ring in a node, idle time before it, node."""
-        free = self._free[node]
+    def _key(self, block: int, degree: int) -> tuple[float, float, int]:
+        """Start of a ring in a block, idle time before it, block."""
+        free = self._free[block]
         start_s = free[degree - 1][0]
         upto = bisect_right(free, (start_s, 1))
-        return start_s, degree * start_s - sum([entry[0] for entry in free[upto - degree : upto]]), node
+        return start_s, degree * start_s - sum([entry[0] for entry in free[upto - degree : upto]]), block
 
     def _gap(self, idle_s: float, rank: int) -> Gap:
         speed = self._cluster.speed((rank,))
@@ -156,10 +171,10 @@ class _Blocks:
         return self._heap[0][2]
 
     def _across(self, degree: int) -> list[tuple[int, int]]:
-        """Whole nodes, then the rest of the ring in one more: the fewest links between nodes.
+        """Whole blocks, then the rest of the ring in one more: the fewest links between nodes.
 
-        The whole nodes are the last of those that are free by the start; the rest goes where it leaves least
-        idle time, or where a node is free first.
+        The whole blocks are the last of those that are free by the start; the rest goes where it leaves least
+        idle time, or where a block is free first.
         """
         table_s = self._table_s
         count, rest = divmod(degree, self._block)
@@ -172,13 +187,13 @@ class _Blocks:
             start_s = max(start_s, float(table_s[spare, rest - 1].min()))
         upto = int(np.searchsorted(full_s[order], start_s, side="right"))
         whole = order[max(0, upto - count) : max(count, upto)]
-        parts = [(node, self._block) for node in whole.tolist()]
+        parts = [(block, self._block) for block in whole.tolist()]
         if rest:
             parts.append((self._rest(whole, rest, start_s), rest))
         return parts
 
     def _rest(self, whole: Integers, count: int, start_s: float) -> int:
-        """The node for a part of a ring: least idle before the start, else least late; then the fuller."""
+        """The block for a part of a ring: least idle before the start, else least late; then the fuller."""
         table_s = self._table_s
         others = np.ones(len(table_s), dtype=bool)
         others[whole] = False
@@ -192,7 +207,7 @@ class _Blocks:
 
     def ends(self, target_s: float) -> list[Gap]:
         """Time left on every rank until the target, ranks ascending."""
-        free = sorted((-name, free_s) for node in self._free for free_s, name in node)
+        free = sorted([(-minus_rank, free_s) for block in self._free for free_s, minus_rank in block])
         return [self._gap(target_s - free_s, rank) for rank, free_s in free]
 
 
@@ -242,7 +257,7 @@ def _best_fit(
     return bisect_right(entries, (-with_pack_s, len(slots)), 0, at + 1) - 1
 
 
-def tasks(problem: Problem, made: ListSchedule) -> tuple[Task, ...]:
+def scheduled_tasks(problem: Problem, made: ListSchedule) -> tuple[Task, ...]:
     """Tasks in an order that every rank follows; waves ascend along every rank.
 
     A wave numbers the longest chain before a task. Ranks meet in rings only, and rings were placed in one
@@ -272,12 +287,4 @@ def tasks(problem: Problem, made: ListSchedule) -> tuple[Task, ...]:
     for gap in made.ends:
         add_singles(gap)
     seconds = placed_s(problem, packs, groups)
-    order, free_s, made_tasks = problem.order, [0.0] * problem.ranks, list[Task]()
-    for wave, group, time_s, pack in sorted(zip(waves, groups, seconds, packs, strict=True)):
-        start_s = free_s[group[0]] if len(group) == 1 else max([free_s[rank] for rank in group])
-        end_s = start_s + time_s
-        for rank in group:
-            free_s[rank] = end_s
-        positions = tuple(sorted([order[sample] for sample in pack]))
-        made_tasks.append(Task(positions, group, wave, start_s, end_s))
-    return tuple(made_tasks)
+    return run_in_order(problem, sorted(zip(waves, groups, packs, seconds, strict=True)))

@@ -14,12 +14,9 @@ Group = tuple[int, ...]
 
 
 def place(degrees: Sequence[int], cluster: Cluster) -> tuple[Group, ...]:
-    """Disjoint groups for the packs of one wave, in the order of `degrees`.
+    """Disjoint groups for the packs of one wave, in the order of `degrees`; the widest choose first.
 
-    Groups wider than a node lie back to back from rank 0, so they cross few links and leave whole nodes.
-    The others go, widest first, into the node with the least room that holds them. Where no node has room,
-    a group gathers free ranks from node to node; it would cross nodes in any case. Groups are ascending,
-    and contiguous except for those last ones.
+    Groups are ascending, and contiguous unless they gather the last free ranks of several nodes.
 
     Raises:
         InfeasibleError: degrees sum to more than N.
@@ -32,27 +29,10 @@ def place(degrees: Sequence[int], cluster: Cluster) -> tuple[Group, ...]:
             f"a wave needs {sum(degrees)} ranks, there are {cluster.ranks}",
             "Spread the packs over more waves.",
         )
+    free = FreeRanks(cluster)
     groups: list[Group] = [()] * len(degrees)
-    order = sorted(range(len(degrees)), key=lambda index: (-degrees[index], index))
-    wide = [index for index in order if degrees[index] > cluster.ranks_per_node]
-    cursor = 0
-    for index in wide:
-        groups[index] = tuple(range(cursor, cursor + degrees[index]))
-        cursor += degrees[index]
-    nodes = _free_by_node(cursor, cluster)
-    homeless = []
-    for index in order[len(wide) :]:
-        degree = degrees[index]
-        node = min((n for n in nodes if len(n) >= degree), key=len, default=None)
-        if node is None:
-            homeless.append(index)
-        else:
-            groups[index] = tuple(node[:degree])
-            del node[:degree]
-    left = [rank for node in nodes for rank in node]
-    for index in homeless:
-        groups[index] = tuple(left[: degrees[index]])
-        del left[: degrees[index]]
+    for index in sorted(range(len(degrees)), key=lambda index: (-degrees[index], index)):
+        groups[index] = free.take(degrees[index]) or ()
     return tuple(groups)
 
 
@@ -61,69 +41,81 @@ def crosses_nodes(group: Group, cluster: Cluster) -> bool:
     return len({cluster.node_of(rank) for rank in group}) > 1
 
 
-def _free_by_node(cursor: int, cluster: Cluster) -> list[list[int]]:
-    nodes: dict[int, list[int]] = {}
-    for rank in range(cursor, cluster.ranks):
-        nodes.setdefault(cluster.node_of(rank), []).append(rank)
-    return list(nodes.values())
-
-
 class FreeRanks:
     """The ranks of one wave that have no pack yet; groups are taken inside a node where they fit.
 
-    Nodes are kept by the number of their free ranks, and every node gives its fastest ranks first.
+    Attributes:
+        count: how many they are.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.count = cluster.ranks
-        self._nodes = _free_by_node(0, cluster)
+        per_node = cluster.ranks_per_node
+        starts = range(0, cluster.ranks, per_node)
+        self._nodes = [list(range(start, min(start + per_node, cluster.ranks))) for start in starts]
         if cluster.speeds:
             for node in self._nodes:
                 node.sort(key=lambda rank: -cluster.speeds[rank])
-        self._by_free: list[list[int]] = [[] for _ in range(cluster.ranks_per_node + 1)]
-        for number, node in reversed(list(enumerate(self._nodes))):
-            self._by_free[len(node)].append(number)
+        # Nodes by the number of their free ranks; the last of a list is taken first.
+        self._by_free: list[list[int]] = [[] for _ in range(per_node + 1)]
+        for number in reversed(range(len(self._nodes))):
+            self._by_free[len(self._nodes[number])].append(number)
 
-    def take(self, degree: int, speed: float, crossing_speed: float) -> Group | None:
+    def take(self, degree: int, speed: float = 0.0, crossing_speed: float = 0.0) -> Group | None:
         """A group of `degree`, or None, which takes nothing.
 
-        Inside the fullest node with room, or over nodes, the emptiest first.
+        It comes from the node with least room that holds it, else from several: whole nodes, then the node
+        with least room for the rest, so that few links cross. A node gives its fastest ranks.
 
         Args:
             degree: how many ranks.
-            speed: speed that the slowest of them must have.
+            speed: that the slowest of them must have.
             crossing_speed: the same where the group crosses nodes.
         """
         if degree > self.count:
             return None
-        for free in range(degree, len(self._by_free)):
-            for at in range(len(self._by_free[free]) - 1, -1, -1):
-                node = self._by_free[free][at]
-                if self._cluster.speed(self._nodes[node][:degree]) >= speed:
-                    del self._by_free[free][at]
-                    return self._remove([(node, degree)])
-        return self._across(degree, crossing_speed)
-
-    def _across(self, degree: int, speed: float) -> Group | None:
+        inside = degree < len(self._by_free) and self._fitting(degree, speed, whole=True)
+        if inside:
+            return self._taken([self._detach(*inside)])
         parts, missing = list[tuple[int, int]](), degree
-        for free in range(len(self._by_free) - 1, 0, -1):
-            for node in reversed(self._by_free[free]):
-                if missing and self._cluster.speed(self._nodes[node][: min(free, missing)]) >= speed:
-                    parts.append((node, min(free, missing)))
-                    missing -= parts[-1][1]
-        if missing:
-            return None
-        for node, _ in parts:
-            self._by_free[len(self._nodes[node])].remove(node)
-        return self._remove(parts)
+        while missing:
+            found = self._fitting(missing, crossing_speed)
+            if found is None:
+                for node, _ in parts:
+                    self._attach(node)
+                return None
+            parts.append(self._detach(*found))
+            missing -= parts[-1][1]
+        return self._taken(parts)
 
-    def _remove(self, parts: list[tuple[int, int]]) -> Group:
+    def _fitting(self, count: int, speed: float, whole: bool = False) -> tuple[int, int, int] | None:
+        """The node with least room for `count` ranks, else (not `whole`) with most room for some of them.
+
+        Returns the number of its free ranks, its place among such nodes, and how many ranks it gives.
+        """
+        most = len(self._by_free) - 1
+        rooms = [*range(count, most + 1), *(() if whole else range(min(count - 1, most), 0, -1))]
+        for free in rooms:
+            nodes, given = self._by_free[free], min(free, count)
+            for at in range(len(nodes) - 1, -1, -1):
+                if self._cluster.speed(self._nodes[nodes[at]][:given]) >= speed:
+                    return free, at, given
+        return None
+
+    def _detach(self, free: int, at: int, given: int) -> tuple[int, int]:
+        return self._by_free[free].pop(at), given
+
+    def _attach(self, node: int) -> None:
+        self._by_free[len(self._nodes[node])].append(node)
+
+    def _taken(self, parts: Sequence[tuple[int, int]]) -> Group:
+        """Ranks of detached nodes, as many as each gives; the nodes go back with the rest of theirs."""
         taken = []
         for number, count in parts:
             node = self._nodes[number]
             taken += node[:count]
             del node[:count]
-            self._by_free[len(node)].append(number)
+            self._attach(number)
         self.count -= len(taken)
         return tuple(sorted(taken))

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcp.core.cluster import Cluster
+from flexcp.core.errors import LengthsError
 from flexcp.core.plan import Mode
 from flexcp.core.sample import Sample
 from flexcp.cost.model import CostModel, Load
@@ -62,8 +63,20 @@ class Problem:
     def of(
         cls, samples: Sequence[Sample], cluster: Cluster, cost: CostModel, mode: Mode, whole_below_tokens: int
     ) -> Problem:
-        """Sort the samples by tokens, then pairs, then id, descending in cost. O(K log K)."""
+        """Sort the samples by tokens, then pairs, then id, descending in cost. O(K log K).
+
+        The fastest ranks get speed 1, and the cost model their speed, so that seconds are theirs everywhere.
+
+        Raises:
+            LengthsError: more query-key pairs than 64 bits can count.
+        """
+        cost, cluster = cost.at_speed(cluster.top_speed), cluster.with_top_speed_one()
         tokens = np.array([sample.tokens for sample in samples], dtype=np.int64)
+        if float(tokens.max()) ** 2 * len(tokens) > 2.0**62:  # sums of pairs must fit into 64 bits
+            raise LengthsError(
+                f"{len(tokens):,} samples of up to {int(tokens.max()):,} tokens are more than can be counted",
+                "Check the lengths; a smaller global batch may do.",
+            )
         pairs = tokens * (tokens + 1) // 2
         for position, sample in enumerate(samples):
             if sample.spans or sample.encoder_pairs:
@@ -173,7 +186,7 @@ class Problem:
         crosses = pack.degree > self.cluster.ranks_per_node
         return self.cost.task_s(pack.load, pack.degree, crosses)
 
-    def placed_s(self, pack: Pack) -> float:
+    def seconds_on_ranks(self, pack: Pack) -> float:
         """Seconds of a pack on the ranks that it has."""
         crosses = pack.degree > 1 and crosses_nodes(pack.ranks, self.cluster)
         return self.cost.task_s(pack.load, pack.degree, crosses) / self.cluster.speed(pack.ranks)

@@ -5,7 +5,7 @@ Predicted seconds only; nothing is chosen here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -13,37 +13,45 @@ from flexcp.core.cluster import Cluster
 from flexcp.core.plan import ExchangeKind, Task
 from flexcp.cost.model import CostModel
 from flexcp.planner.placement import Group, crosses_nodes, place
-from flexcp.planner.problem import Array, Assignment, Integers, Pack, Problem, Wave
+from flexcp.planner.problem import Array, Assignment, Integers, Problem, Wave
+
+Placed = tuple[int, Group, Sequence[int], float]
 
 
 def schedule(problem: Problem, assignment: Assignment) -> tuple[Task, ...]:
-    """Tasks in an order that every rank follows, sorted by wave, then by first rank.
+    """Tasks of waves of packs; packs without ranks are placed."""
+    groups = [group for wave in assignment for group in _groups(wave, problem)]
+    packs = [pack.samples for wave in assignment for pack in wave]
+    waves = [number for number, wave in enumerate(assignment) for _ in wave]
+    seconds = placed_s(problem, packs, groups)
+    return run_in_order(problem, sorted(zip(waves, groups, packs, seconds, strict=True)))
+
+
+def run_in_order(problem: Problem, placed: Iterable[Placed]) -> tuple[Task, ...]:
+    """Tasks with start and end, in an order that every rank follows.
 
     Lockstep: a wave starts when all earlier tasks have ended. Free-running: a task starts when its own
     ranks have finished theirs. All ranks take their tasks in this one order, so the first unfinished task
     of the list can always run, and no rank waits in a circle.
+
+    Args:
+        problem: whose positions packs hold.
+        placed: wave, ranks, pack and seconds of each task, sorted.
     """
-    groups = [_groups(wave, problem) for wave in assignment]
-    packs = [pack.samples for wave in assignment for pack in wave]
-    seconds = iter(placed_s(problem, packs, [group for wave in groups for group in wave]))
-    order = problem.order
+    order, exchange, lockstep = problem.order, problem.cost.exchange, problem.mode == "lockstep"
     tasks: list[Task] = []
     free_s = [0.0] * problem.ranks
-    for number, (wave, wave_groups) in enumerate(zip(assignment, groups, strict=True)):
-        if problem.mode == "lockstep":
-            free_s = [max(free_s)] * problem.ranks
-        for group, pack, time_s in sorted(zip(wave_groups, wave, seconds), key=_first):  # noqa: B905
-            start_s = free_s[group[0]] if len(group) == 1 else max([free_s[rank] for rank in group])
-            end_s = start_s + time_s
-            for rank in group:
-                free_s[rank] = end_s
-            positions = tuple(sorted([order[sample] for sample in pack.samples]))
-            tasks.append(Task(positions, group, number, start_s, end_s, problem.cost.exchange))
+    last = 0
+    for wave, group, pack, time_s in placed:
+        if lockstep and wave != last:
+            free_s, last = [max(free_s)] * problem.ranks, wave
+        start_s = free_s[group[0]] if len(group) == 1 else max([free_s[rank] for rank in group])
+        end_s = start_s + time_s
+        for rank in group:
+            free_s[rank] = end_s
+        positions = tuple(sorted([order[sample] for sample in pack]))
+        tasks.append(Task(positions, group, wave, start_s, end_s, exchange))
     return tuple(tasks)
-
-
-def _first(item: tuple[Group, Pack, float]) -> Group:
-    return item[0]
 
 
 def placed_s(problem: Problem, packs: Sequence[Sequence[int]], groups: Sequence[Group]) -> list[float]:

@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from flexcp.core.plan import Plan, Task
 from flexcp.cost.model import CostModel, Link, Load
 from flexcp.planner.placement import crosses_nodes
-from flexcp.planner.problem import Problem
 
-_TIGHT = 1.005  # a bound explains the whole if it is within half a percent of it
 _FREE = Link(float("inf"), 0.0)
 
 
@@ -23,20 +21,6 @@ def communication_share(plan: Plan, cost: CostModel) -> float:
         share = 1.0 - silent.task_s(load, task.degree) / timed.task_s(load, task.degree, crosses)
         exposed_s += task.degree * task.duration_s * share
     return exposed_s / (plan.step_s * plan.cluster.ranks)
-
-
-def tight_bound(plan: Plan, problem: Problem) -> str:
-    """The part of the bound that limits the step, as the end of a sentence."""
-    longest = problem.loads[0]
-    times_s = problem.table_s([longest])[0]
-    best = int(times_s.argmin())
-    if plan.bound_s <= _TIGHT * times_s[best]:
-        return f"the longest sample, {longest.tokens:,} tokens, on its best {best + 1} ranks"
-    work_s = float(problem.work_s.sum()) / problem.ranks + problem.cost.pack_s
-    one_wave = problem.tokens <= problem.cluster.capacity_tokens
-    if plan.mode == "free-running" or one_wave or plan.bound_s <= _TIGHT * work_s:
-        return "the work of all samples on all ranks"
-    return "the waves that memory forces"
 
 
 def task_load(plan: Plan, task: Task) -> Load:

@@ -1,10 +1,9 @@
 """Policy `flexcp`, the default: plans the whole global batch at once, by time, within memory.
 
-Its own plan is taken as it is once it is within 0.5 % of the bound. Until then `paper` and `static` are asked
-too, and the best plan wins. So flexcp <= max(other, 1.005 · bound), and flexcp <= other wherever its own plan
-is not that close. In lockstep this holds up to 4096 samples; beyond, `paper`, which packs in O(K·K'), would
-take minutes and is not asked. Free-running it holds up to 256 samples: more samples fill every rank, and
-asking takes longer than planning. From there to 4096 others are asked where the own plan is 3 % off.
+Its own plan is taken as it is once it is close to the bound; until then `paper` and `static` are asked too,
+and the best plan wins. So flexcp <= max(other, close · bound), where close is 1.005 in lockstep, and
+free-running up to 256 samples; beyond, where every rank has many tasks and asking takes much longer than
+planning, it is 1.03. Above 4096 samples nobody is asked: `paper` packs in O(K·K').
 
 The search takes every group to be a ring, and so does the bound that stops it. In the plan that wins, every
 group has the fastest exchange that it may use.
@@ -12,85 +11,84 @@ group has the fastest exchange that it may use.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flexcp.core.plan import Task
 from flexcp.planner.bounds import lower_bound_s
 from flexcp.planner.degrees import LongSamples, long_samples
 from flexcp.planner.exchanges import with_fastest_exchanges
-from flexcp.planner.list_schedule import ListSchedule, list_schedule, tasks
+from flexcp.planner.list_schedule import Layout, ListSchedule, list_schedule, scheduled_tasks
 from flexcp.planner.policies import paper, static
 from flexcp.planner.problem import Problem
 from flexcp.planner.timeline import makespan_s, schedule
 from flexcp.planner.waves import search
 
-# No more is tried once a plan is within this factor of the bound.
+# Step over bound at which a search ends: nothing more is tried.
 CLOSE_ENOUGH = 1.005
-# Others are asked for batches up to this many samples; free-running, beyond so many only where a step is far
-# from the bound. Such steps are also sought among lockstep plans, run without their barriers.
-MOST_ASKED_SAMPLES = 4096
-MOST_ALWAYS_ASKED = 256
-_FAR = 1.03
-# Other ways to lay out rings are tried where the first leaves a step this far from the bound.
+# Free-running: above this, rings are laid out in other ways too ...
 _NEAR = 1.015
-# A target is not sought more closely than this share of the bound.
-_CLOSE_TARGETS = 0.002
-# Free-running: the longest that one long sample may run, as shares of the step.
-_SHARES = (0.5, 0.25)
-# Targets tried for each way to lay out rings, at most.
-_TARGETS = 4
+# ... and above this (up to 256 samples: CLOSE_ENOUGH) lockstep plans, run without their barriers, and others.
+FAR = 1.03
+MOST_ALWAYS_ASKED, MOST_ASKED_SAMPLES = 256, 4096
+# Targets tried for each way to lay out rings, and how closely they are sought, as a share of the bound.
+_TARGETS, _CLOSE_TARGETS = 4, 0.002
+# Ways to lay out rings: inside nodes; over any ranks, at the price of links between nodes; inside nodes, with
+# more ranks than the target asks for.
+_SHARES = (1.0, 0.5, 0.25)
 _ROUNDING = 1 + 1e-9
 
 
 def plan_tasks(problem: Problem) -> tuple[Task, ...]:
-    """The tasks of a search among rings, then the fastest exchange for each.
+    """The best of a few plans, each with the fastest exchange for every group.
 
     Complexity: that of the search.
     """
-    return with_fastest_exchanges(problem, _rings(problem))
+    plans = [with_fastest_exchanges(problem, plan) for plan in _rings(problem)]
+    return min(plans, key=makespan_s)
 
 
-def _rings(problem: Problem) -> tuple[Task, ...]:
-    """Free-running: list schedules for several targets. Lockstep: a search for waves. Both stop when close.
+def _rings(problem: Problem) -> list[tuple[Task, ...]]:
+    """Plans of rings. Free-running: a list schedule. Lockstep: waves. Others where these are far off.
+
+    Waves run without their barriers are no slower, so free-running asks for them too where it is far off.
 
     Complexity: that of `list_schedule` or `waves.search`; the other policies' on top where they are asked.
     """
     bound_s = lower_bound_s(problem)
     enough_s = CLOSE_ENOUGH * bound_s
-    best: tuple[Task, ...] = ()
+    plans: list[tuple[Task, ...]] = []
     if problem.mode == "free-running":
-        best = tasks(problem, list_schedules(problem, enough_s))
+        plans.append(scheduled_tasks(problem, list_schedules(problem, enough_s)))
         if problem.size > MOST_ALWAYS_ASKED:
-            enough_s = _FAR * bound_s
-        if makespan_s(best) <= enough_s or problem.size > MOST_ASKED_SAMPLES:
-            return best
-    if not best or makespan_s(best) > _FAR * bound_s:
-        made = [schedule(problem, waves) for waves in search(problem, enough_s)]
-        best = min([best, *made] if best else made, key=makespan_s)
-    if makespan_s(best) <= enough_s or problem.size > MOST_ASKED_SAMPLES:
-        return best
-    return min(
-        best, *(schedule(problem, ask(problem)) for ask in (paper.assign, static.assign)), key=makespan_s
-    )
+            enough_s = FAR * bound_s
+        if makespan_s(plans[0]) <= enough_s or problem.size > MOST_ASKED_SAMPLES:
+            return plans
+    if not plans or makespan_s(plans[0]) > FAR * bound_s:
+        waves = problem if problem.mode == "lockstep" else replace(problem, mode="lockstep")
+        plans += [schedule(problem, found) for found in search(waves, CLOSE_ENOUGH * lower_bound_s(waves))]
+    if min(map(makespan_s, plans)) <= enough_s or problem.size > MOST_ASKED_SAMPLES:
+        return plans
+    return [*plans, *(schedule(problem, ask(problem)) for ask in (paper.assign, static.assign))]
 
 
 def list_schedules(problem: Problem, goal_s: float) -> ListSchedule:
-    """The best list schedule; the first that is close enough.
-
-    Rings stay inside nodes where they fit. Where that leaves a step far from the bound, any ranks may form a
-    ring, at the price of links between nodes, and samples may get more ranks than the target asks for.
-    """
+    """The best list schedule; the first that is close enough."""
     bound_s = lower_bound_s(problem)
-    samples = long_samples(problem, _SHARES[-1] * bound_s * problem.cluster.top_speed)
+    # No layout asks a sample for less than the least share of the step, so no shorter one gets several ranks.
+    samples = long_samples(problem, min(_SHARES) * bound_s)
     node = problem.cluster.ranks_per_node
-    best = list_schedule(problem, samples, (bound_s + goal_s) / 2, 1.0, node)
-    best = _lower(problem, samples, best, goal_s, (1.0, node))
-    for layout in ((1.0, problem.ranks), *((share, node) for share in _SHARES)):
+    inside = Layout(_SHARES[0], node)
+    # Half-way to the goal: most batches can be planned that well, and a step may be a little over its target.
+    best = list_schedule(problem, samples, (bound_s + goal_s) / 2, inside)
+    best = _lower(problem, samples, best, goal_s, inside)
+    for layout in (Layout(_SHARES[0], problem.ranks), *(Layout(share, node) for share in _SHARES[1:])):
         if best.step_s > _NEAR * bound_s:
             best = _lower(problem, samples, best, goal_s, layout)
     return best
 
 
 def _lower(
-    problem: Problem, samples: LongSamples, best: ListSchedule, goal_s: float, layout: tuple[float, int]
+    problem: Problem, samples: LongSamples, best: ListSchedule, goal_s: float, layout: Layout
 ) -> ListSchedule:
     """The best step by bisecting for the least target that can be met: the goal first, no lower."""
     low_s = lower_bound_s(problem)
@@ -99,7 +97,7 @@ def _lower(
     for _ in range(_TARGETS):
         if best.step_s <= max(goal_s, low_s + close_s):
             break
-        made = list_schedule(problem, samples, target_s, *layout)
+        made = list_schedule(problem, samples, target_s, layout)
         if made.step_s > target_s * _ROUNDING:
             low_s = target_s
         best = min(best, made, key=lambda x: x.step_s)
