@@ -49,14 +49,16 @@ def conditions(draw):
 
 @given(plans())
 def test_without_conditions_a_step_is_its_plan(made):
-    """Makespan, start and end of every task, to the last bit."""
+    """Makespan, start and end of every task, to the last bit; to rounding where ranks differ in speed."""
     plan, cost = made
     (step,) = simulate([plan], cost)
     times = run_tasks(plan, StepCosts(plan, 0, cost, Conditions()).seconds)
+    simulated = [step.report.measured_s, step.report.step_s, *times.start_s.tolist(), *times.end_s.tolist()]
+    starts, ends = [task.start_s for task in plan.tasks], [task.end_s for task in plan.tasks]
+    planned = [plan.step_s, plan.step_s, *starts, *ends]
 
-    assert step.report.measured_s == step.report.step_s == plan.step_s
-    assert times.start_s.tolist() == [task.start_s for task in plan.tasks]
-    assert times.end_s.tolist() == [task.end_s for task in plan.tasks]
+    # Planner and simulator divide by speeds in different orders.
+    assert simulated == (pytest.approx(planned, rel=1e-12) if plan.cluster.speeds else planned)
 
 
 @given(plans(), conditions())
@@ -96,5 +98,6 @@ def test_enough_of_everything_changes_nothing(made):
     plan, cost = made
     enough = plan.cluster.ranks
     costs = StepCosts(plan, 0, cost, Conditions(uplinks=enough, cores=enough))
+    plain, shared = run_tasks(plan, costs.seconds), run_tasks(plan, costs.seconds, costs.sharing())
 
-    assert run_tasks(plan, costs.seconds, costs.sharing()).end_s.tolist() == [t.end_s for t in plan.tasks]
+    assert shared.end_s.tolist() == plain.end_s.tolist()

@@ -45,7 +45,8 @@ def simulate(
 ) -> Iterator[SimulatedStep]:
     """Run the plans one after the other.
 
-    With default conditions every step takes exactly `Plan.step_s`, if `cost` is what the plans were made
+    With default conditions every step takes exactly `Plan.step_s` (to rounding where ranks have speeds of
+    their own), if `cost` is what the plans were made
     with.
 
     Args:
