@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -172,9 +172,99 @@ def read_shares(world: Any) -> dict[str, Any]:
     return found
 
 
-def test_a_stream_is_decoded_once_and_resumed_where_it_was() -> None:
+class Seeing(torch.nn.Module):
+    """A language model that adds what an encoder makes of an image, if there is one, to every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.language = tiny_model()
+        torch.manual_seed(8)
+        self.encoder = torch.nn.Linear(2, 32)
+
+    def forward(self, input_ids: Any, images: Sequence[tuple[int, int, Any]], **inputs: Any) -> Any:
+        """`images`: (first row, end, image)."""
+        embedded = self.language.get_input_embeddings()(input_ids)
+        for start, stop, image in images:
+            seen = torch.zeros_like(embedded)
+            seen[:, start:stop] = self.encoder(image.float()).sum(0)
+            embedded = embedded + seen
+        return self.language(inputs_embeds=embedded, **inputs).logits
+
+
+def train_with_images(world: Any, steps: int) -> tuple[list[float], list[int]]:
+    """FSDP2, the encoder in the root unit; loss of every step and images that this rank had."""
+    from flexcp.integrations.transformers import blocks_of, enable
+    from flexcp.runtime.sharding import shard
+
+    model: Any = Seeing()
+    with enable(model.language):
+        model = shard(model, "fsdp2", blocks=blocks_of(model.language))
+        losses, seen = [], []
+        with make_engine(
+            model, make_planner(world.size), Images(LENGTHS), global_batch=4, steps=steps
+        ) as engine:
+            for step in engine:
+                images = 0
+                for micro in step:
+                    placed, row = [], 0
+                    for piece in micro.pieces:
+                        if "image" in micro.extras[piece.index]:
+                            placed.append((row, row + piece.rows, micro.extras[piece.index]["image"]))
+                        row += piece.rows
+                    images += len(placed)
+                    step.backward(model(images=placed, **micro.inputs), micro)
+                losses.append(step.finish().loss)
+                seen.append(images)
+    return losses, seen
+
+
+def train_alone_with_images(steps: int) -> list[float]:
+    """One process, sample by sample."""
+    model, data = Seeing(), Images(LENGTHS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        sums, count = [], 0
+        for index in batch_indices(len(data), 4, 0, step):
+            example = data[index]
+            ids = torch.as_tensor(example["input_ids"])[None]
+            images = [(0, ids.shape[1], example["image"])] if "image" in example else []
+            targets = torch.as_tensor(example["labels"])[1:]
+            logits = model(ids, images, use_cache=False)[0, :-1]
+            sums.append(
+                torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+            )
+            count += int((targets != -100).sum())
+        loss = torch.stack(sums).sum() / count
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def three_ranks(world: Any) -> dict[str, Any]:
+    return {"shares": read_shares(world), "images": train_with_images(world, 20)}
+
+
+@pytest.fixture(scope="module")
+def by_three() -> list[dict[str, Any]]:
+    return run_ranks(three_ranks, 3)
+
+
+def test_ranks_without_an_image_train_beside_ranks_with_one(by_three: list[dict[str, Any]]) -> None:
+    """D34: 20 steps; the encoder runs on some ranks only, and what it learns is that of one process."""
+    losses = [found["images"][0] for found in by_three]
+    seen = np.array([found["images"][1] for found in by_three])
+
+    assert losses[0] == losses[1] == losses[2]
+    assert losses[0] == pytest.approx(train_alone_with_images(20), rel=1e-5)
+    assert ((seen == 0).any(axis=0) & (seen > 0).any(axis=0)).sum() >= 5
+
+
+def test_a_stream_is_decoded_once_and_resumed_where_it_was(by_three: list[dict[str, Any]]) -> None:
     """D59: rank r decodes i mod N = r; none twice, none missing, also in a last batch of three."""
-    by_rank = run_ranks(read_shares, 3)
+    by_rank = [found["shares"] for found in by_three]
     batches = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12]]
     model, data = tiny_model(), Images(LENGTHS, unlabelled=())
     loss = reference_step(model, data, range(13))
