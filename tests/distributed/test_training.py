@@ -37,7 +37,7 @@ def make_config(folder: Path, **changes: Any) -> Any:
     sections: dict[str, dict[str, Any]] = {
         "model": {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 48},
         "data": {"path": str(data), "eval_samples": 3},
-        "parallel": {"tokens_per_rank": 400, "whole_below_tokens": 64},
+        "parallel": {"tokens_per_rank": 400, "whole_below_tokens": 64, "learn_costs": False},
         "optimizer": {"lr": 1e-2, "warmup_steps": 2},
         "run": {"folder": folder / "run", "steps": 10, "global_batch": 6, "timeout_s": 30},
     }

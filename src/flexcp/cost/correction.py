@@ -7,7 +7,7 @@ start. Four factors suffice: on attention, on everything linear, on fixed costs,
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,14 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcp.core.errors import InputError
+from flexcp.core.plan import ExchangeKind
 from flexcp.cost.model import CostModel, Link
 
 Array = npt.NDArray[np.float64]
 
 CORRECTION_SCHEMA = "flexcp.correction/1"
-# The terms of the formula and their coefficients.
-_ATTENTION, _LINEAR = ("pair_s",), ("token_s",)
-_FIXED, _TRAFFIC = ("sample_s", "pack_s", "ring_step_s"), ("intra", "inter")
 TERMS = ("attention", "linear", "fixed", "traffic")
 # A factor stays within these bounds, and changes by no more than this from step to step.
 MOST, MOST_A_STEP = 16.0, 1.5
@@ -30,6 +28,37 @@ MOST, MOST_A_STEP = 16.0, 1.5
 _MEMORY, _PULL = 0.9, 0.3
 # Tasks that took so many times what their step's median task says were disturbed; they teach nothing.
 _DISTURBED = 2.0
+# By how much a factor is moved to see its slope; what it moves is linear but at kinks.
+_STEP = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTasks:
+    """Tasks of one step, K of them.
+
+    Attributes:
+        counts: shape (K, fields), a row `Load.counts` for each.
+        degree: shape (K,), ranks of each.
+        crosses: shape (K,), whether its group crosses nodes.
+        exchanges: how its ranks met.
+        seconds: shape (K,), measured; NaN where it was not.
+    """
+
+    counts: Array
+    degree: Array
+    crosses: Array
+    exchanges: Sequence[ExchangeKind]
+    seconds: Array
+
+    def seconds_under(self, cost: CostModel) -> Array:
+        """What a cost model says, shape (K,)."""
+        columns = np.asarray(self.counts, dtype=np.float64).T
+        found = np.zeros(len(self.degree))
+        for kind in sorted(set(self.exchanges)):
+            mine = np.array([kind == other for other in self.exchanges])
+            timed = cost.with_exchange(kind).seconds(columns[:, mine], self.degree[mine], self.crosses[mine])
+            found[mine] = timed
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +78,9 @@ class Correction:
 
     def apply(self, cost: CostModel) -> CostModel:
         """The corrected cost model; always of the one that was calibrated, never of a corrected one."""
-        attention, linear, fixed, traffic = self.factors
-        return replace(
-            cost,
-            pair_s=cost.pair_s * attention,
-            token_s=cost.token_s * linear,
-            sample_s=cost.sample_s * fixed,
-            pack_s=cost.pack_s * fixed,
-            ring_step_s=cost.ring_step_s * fixed,
-            intra=Link(cost.intra.bytes_per_s / traffic, cost.intra.latency_s * traffic),
-            inter=Link(cost.inter.bytes_per_s / traffic, cost.inter.latency_s * traffic),
-        )
+        return _scaled(cost, self.factors)
 
-    def update(
-        self, cost: CostModel, counts: Array, degree: Array, crosses: Array, seconds: Array
-    ) -> Correction:
+    def update(self, cost: CostModel, tasks: MeasuredTasks) -> Correction:
         """What the tasks of one more step say.
 
         The factors are a least-squares fit of measured times, relative errors counting, over the steps so
@@ -72,23 +89,19 @@ class Correction:
 
         Args:
             cost: as calibrated, not corrected.
-            counts: shape (K, fields), a row `Load.counts` for each task.
-            degree: shape (K,), ranks of each task.
-            crosses: shape (K,), whether its group crosses nodes.
-            seconds: shape (K,), measured; tasks without a positive, finite time are left out.
+            tasks: of one step; those without a positive, finite time are left out.
         """
-        terms = _terms(cost, self.apply(cost), counts, degree, crosses)
-        expected_s = terms @ np.array(self.factors)
-        known = np.isfinite(seconds) & (seconds > 0) & (expected_s > 0)
+        terms, last = _terms(cost, self.factors, tasks), np.array(self.factors)
+        expected_s = terms @ last
+        known = np.isfinite(tasks.seconds) & (tasks.seconds > 0) & (expected_s > 0)
         if not known.any():
             return self
-        ratio = np.where(known, seconds, 1.0) / np.where(known, expected_s, 1.0)
+        ratio = np.where(known, tasks.seconds, 1.0) / np.where(known, expected_s, 1.0)
         known &= np.abs(np.log(ratio / np.median(ratio[known]))) <= np.log(_DISTURBED)
         # Relative to what was expected: relative to what was measured, noise would make tasks look short.
         x = terms[known] / expected_s[known, None]
         gram = _MEMORY * np.array(self.gram) + x.T @ x
         moment = _MEMORY * np.array(self.moment) + x.T @ ratio[known]
-        last = np.array(self.factors)
         # Each term is pulled in its own measure; one that no task has is only held.
         pull = _PULL * np.diag(np.diag(gram) + 1e-6 * np.trace(gram))
         found = np.linalg.solve(gram + pull, moment + pull @ last)
@@ -138,31 +151,29 @@ class Correction:
         return ", ".join(f"{name} ×{factor:.2f}" for name, factor in zip(TERMS, self.factors, strict=True))
 
 
-def _terms(cost: CostModel, corrected: CostModel, counts: Array, degree: Array, crosses: Array) -> Array:
-    """Seconds of each task by term under the calibrated model, shape (K, 4).
+def _scaled(cost: CostModel, factors: Sequence[float]) -> CostModel:
+    attention, linear, fixed, traffic = factors
+    return replace(
+        cost,
+        pair_s=cost.pair_s * attention,
+        token_s=cost.token_s * linear,
+        sample_s=cost.sample_s * fixed,
+        pack_s=cost.pack_s * fixed,
+        ring_step_s=cost.ring_step_s * fixed,
+        intra=Link(cost.intra.bytes_per_s / traffic, cost.intra.latency_s * traffic),
+        inter=Link(cost.inter.bytes_per_s / traffic, cost.inter.latency_s * traffic),
+    )
 
-    The formula is a sum of terms, each with its own coefficients; without all others it gives this one.
-    Where attention hides traffic or is hidden by it, under the corrected model, the shorter counts nothing.
+
+def _terms(cost: CostModel, factors: Sequence[float], tasks: MeasuredTasks) -> Array:
+    """Seconds of each task by term under the calibrated model, shape (K, 4), as far as nothing hides them.
+
+    The formula is made of pieces that are linear in the four groups of coefficients and have no constant, so
+    a term is its slope by its factor, and the terms times the factors add up to the whole (Euler).
     """
-    columns = counts.astype(np.float64).T
-    free = Link(math.inf, 0.0)
-    nothing = replace(
-        cost, pair_s=0.0, token_s=0.0, sample_s=0.0, pack_s=0.0, ring_step_s=0.0, intra=free, inter=free
-    )
-
-    def seconds(of: CostModel, *names: str) -> Array:
-        return replace(nothing, **{name: getattr(of, name) for name in names}).seconds(
-            columns, degree, crosses
-        )
-
-    attention_s, traffic_s = seconds(corrected, *_ATTENTION), seconds(corrected, *_TRAFFIC)
-    overlap = seconds(corrected, *_ATTENTION, *_TRAFFIC) < (attention_s + traffic_s) * (1 - 1e-9)
-    return np.stack(
-        [
-            np.where(overlap & (attention_s < traffic_s), 0.0, seconds(cost, *_ATTENTION)),
-            seconds(cost, *_LINEAR),
-            seconds(cost, *_FIXED),
-            np.where(overlap & (attention_s >= traffic_s), 0.0, seconds(cost, *_TRAFFIC)),
-        ],
-        axis=1,
-    )
+    whole_s = tasks.seconds_under(_scaled(cost, factors))
+    terms = []
+    for index, factor in enumerate(factors):
+        more = [f * (1 + _STEP * (index == number)) for number, f in enumerate(factors)]
+        terms.append((tasks.seconds_under(_scaled(cost, more)) - whole_s) / (_STEP * factor))
+    return np.stack(terms, axis=1)

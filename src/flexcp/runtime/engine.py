@@ -27,11 +27,13 @@ from torch import nn
 from flexcp.core.errors import ConfigError, DataError, DisagreementError, RunError, SampleTooLongError
 from flexcp.core.plan import Plan
 from flexcp.core.trace import Span, TraceWriter
+from flexcp.cost.correction import Correction
 from flexcp.planner import Planner
 from flexcp.runtime.batches import Dataset, MicroBatch, Stream, sample_name
 from flexcp.runtime.collectives import all_gather_rows, first_difference, peers_in_reach
 from flexcp.runtime.feed import Feed, Prepared
 from flexcp.runtime.launch import DEFAULT_TIMEOUT_S
+from flexcp.runtime.learning import Learning
 from flexcp.runtime.planning import AnyPlanner, Notify, meet
 from flexcp.runtime.sharding import sharding_of
 from flexcp.runtime.sources import training_source, whole_source
@@ -63,6 +65,8 @@ class Engine:
         on_notice: given the text of what a user should know and what stops nothing (a plan is late, the
             planner process was started again), on rank 0, maybe from a background thread.
         trace: where this rank's spans go.
+        learn_costs: correct the planner's cost model by measured task times, for the plans that follow.
+            Plans, and with them rounding, then depend on the clock. Needs a `flexcp.Planner`.
         timeout_s: a ring message, a plan or a stream may wait this long for another rank.
 
     Attributes:
@@ -88,6 +92,7 @@ class Engine:
         on_step_end: Callable[[], object] | None = None,
         on_notice: Notify = warnings.warn,
         trace: TraceWriter | None = None,
+        learn_costs: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         _check(planner, dataset, global_batch)
@@ -100,6 +105,7 @@ class Engine:
         self.steps = steps
         self.seed = seed
         self.clip_norm = clip_norm
+        self.learn_costs = learn_costs
         self.next_step = 0
         self.rank = dist.get_rank()
         self.device = next(model.parameters()).device
@@ -109,6 +115,7 @@ class Engine:
         self._origin_s = time.perf_counter()
         self._on_step_end = on_step_end
         self._trace = trace
+        self._learning = _learning(planner) if learn_costs else None
         self._feed = Feed(planner, self._transport, self.device, on_notice, timeout_s)
         self._open_step: Step | None = None
         self._closed = False
@@ -130,7 +137,8 @@ class Engine:
         self._check_between_steps("another iteration")
         source = training_source(self.dataset, self.global_batch, self.seed, self.steps, self._feed.group)
         begun_s = time.perf_counter()
-        ahead = self._feed.ahead(source, self.next_step)
+        planner_of = self._learning.planner if self._learning is not None else None
+        ahead = self._feed.ahead(source, self.next_step, planner_of=planner_of)
         while (prepared := ahead.take()) is not None:
             yield self._begin(prepared, begun_s)
             self._check_between_steps("the next step")
@@ -216,7 +224,13 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside weights and optimizer; JSON."""
-        return {"step": self.next_step, "seed": self.seed, "global_batch": self.global_batch}
+        learnt = self._learning.state_dict() if self._learning is not None else {}
+        return {
+            "step": self.next_step,
+            "seed": self.seed,
+            "global_batch": self.global_batch,
+            "learnt_costs": learnt,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken.
@@ -231,6 +245,13 @@ class Engine:
                     "Resume with the same value, or start a new run.",
                 )
         self.next_step = state["step"]
+        if self._learning is not None:
+            self._learning.load_state_dict(state["learnt_costs"])
+
+    @property
+    def correction(self) -> Correction | None:
+        """What has been learnt of the costs; None where nothing is learnt."""
+        return self._learning.latest if self._learning is not None else None
 
     def close(self) -> None:
         """End threads and planner process; may be called twice."""
@@ -249,8 +270,10 @@ class Engine:
         """What the data set calls the samples of a plan."""
         return [sample_name(self.dataset, sample.id) for sample in plan.samples]
 
-    def _step_finished(self) -> None:
+    def _step_finished(self, plan: Plan, durations_s: list[list[float]]) -> None:
         """Told by `Step.finish` when the optimizer has stepped."""
+        if self._learning is not None:
+            self._learning.learn(self.next_step, plan, durations_s)
         self.next_step += 1
         self._open_step = None
         if self._on_step_end is not None:
@@ -297,6 +320,15 @@ def _check(planner: AnyPlanner, dataset: Dataset | Stream, global_batch: int) ->
         )
 
 
+def _learning(planner: AnyPlanner) -> Learning:
+    if not isinstance(planner, Planner):
+        raise ConfigError(
+            f"costs cannot be learnt for a {type(planner).__name__}",
+            "Use a flexcp.Planner, or learn_costs=False.",
+        )
+    return Learning(planner)
+
+
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Sharding replaces parameters: an optimizer made before it would step tensors that nobody trains."""
     own = {id(parameter) for parameter in model.parameters()}
@@ -322,6 +354,7 @@ def _check_agreement(engine: Engine) -> None:
         "number of steps": str(engine.steps),
         "seed": str(engine.seed),
         "clip_norm": str(engine.clip_norm),
+        "learn_costs": str(engine.learn_costs),
         "parameter shapes": str([tuple(parameter.shape) for parameter in engine.model.parameters()]),
     }
     if difference := first_difference(values):

@@ -32,6 +32,7 @@ from flexcp.runtime.sources import Source
 from flexcp.runtime.transport import Transport
 
 Answer = TypeVar("Answer")
+PlannerOf = Callable[[int], AnyPlanner]
 
 _LATE_S = 5.0  # a shorter wait shows in the metrics alone
 
@@ -89,17 +90,22 @@ class Feed:
         self._pinned = device.type != "cpu"
         self._thread = ThreadPoolExecutor(1, "flexcp-feed")
 
-    def ahead(self, source: Source, step: int, what: str = "step") -> Ahead:
-        """Steps of a source from `step` on; all ranks ask for it at the same point."""
-        return Ahead(self, source, step, what)
+    def ahead(
+        self, source: Source, step: int, what: str = "step", planner_of: PlannerOf | None = None
+    ) -> Ahead:
+        """Steps of a source from `step` on; all ranks ask for it at the same point.
+
+        With `planner_of`, every step has a planner of its own, asked for when the step two before opens.
+        """
+        return Ahead(self, source, step, what, planner_of)
 
     def submit(self, work: Callable[[], Answer]) -> Future[Answer]:
         """Run `work` in the background, after everything submitted before."""
         return self._thread.submit(work)
 
-    def plan(self, samples: Sequence[Sample]) -> Future[MadePlan] | None:
-        """Start planning, on rank 0; the other ranks have nothing to wait for."""
-        return self._planning.submit(samples) if self._planning is not None else None
+    def plan(self, samples: Sequence[Sample], planner: AnyPlanner | None) -> Future[MadePlan] | None:
+        """Start planning, on rank 0, by another planner if one is given; other ranks wait for nothing."""
+        return self._planning.submit(samples, planner) if self._planning is not None else None
 
     def hand_out(self, made: Future[MadePlan] | None) -> MadePlan:
         """The plan of rank 0, on every rank.
@@ -136,8 +142,11 @@ class Ahead:
     beyond that, which bounds the memory.
     """
 
-    def __init__(self, feed: Feed, source: Source, step: int, what: str) -> None:
+    def __init__(
+        self, feed: Feed, source: Source, step: int, what: str, planner_of: PlannerOf | None
+    ) -> None:
         self._feed = feed
+        self._planner_of = planner_of
         self._what = what
         self._source = source
         self._step = step
@@ -175,11 +184,12 @@ class Ahead:
         futures.wait([future])
 
     def _announce(self, step: int) -> None:
-        self._announced.append(self._feed.submit(partial(self._begin_plan, step)))
+        planner = self._planner_of(step) if self._planner_of else None
+        self._announced.append(self._feed.submit(partial(self._begin_plan, step, planner)))
 
-    def _begin_plan(self, step: int) -> _Announced | None:
+    def _begin_plan(self, step: int, planner: AnyPlanner | None) -> _Announced | None:
         samples = self._source.samples(step)
-        return _Announced(step, self._feed.plan(samples)) if samples else None
+        return _Announced(step, self._feed.plan(samples, planner)) if samples else None
 
     def _prepare(self) -> Future[Prepared | None]:
         return self._feed.submit(partial(self._read, self._announced.popleft()))

@@ -69,16 +69,16 @@ class Planning:
         self._pool = ThreadPoolExecutor(1, "flexcp-plan")
         self.process = PlannerProcess(notify) if isinstance(planner, Planner) else None
 
-    def submit(self, samples: Sequence[Sample]) -> Future[MadePlan]:
-        """Start planning one global batch; returns at once."""
-        return self._pool.submit(self._make, samples)
+    def submit(self, samples: Sequence[Sample], planner: AnyPlanner | None = None) -> Future[MadePlan]:
+        """Start planning one global batch, by another planner of the same kind if given; returns at once."""
+        return self._pool.submit(self._make, samples, planner or self._planner)
 
-    def _make(self, samples: Sequence[Sample]) -> MadePlan:
+    def _make(self, samples: Sequence[Sample], planner: AnyPlanner) -> MadePlan:
         start_s = time.perf_counter()
         if self.process is None:
-            text = self._planner(samples).to_json()
+            text = planner(samples).to_json()
         else:
-            text = self.process.ask(request_line(cast(Planner, self._planner), samples))
+            text = self.process.ask(request_line(cast(Planner, planner), samples))
         return MadePlan(text, time.perf_counter() - start_s)
 
     def close(self) -> None:

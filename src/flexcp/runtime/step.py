@@ -45,6 +45,7 @@ class Step:
         self._work_begun_s = self._task_begun_s = time.perf_counter()
         self._work_ended_s = 0.0
         self._busy_s = 0.0
+        self._durations_s: list[float] = []
         self._grad_norm: float | None = None
         self._finished = False
 
@@ -80,6 +81,7 @@ class Step:
         self.loss_sum += loss_sum.detach()
         now_s = time.perf_counter()
         self._busy_s += now_s - self._task_begun_s
+        self._durations_s.append(now_s - self._task_begun_s)
         self._engine.record(
             "task",
             self._task_begun_s,
@@ -122,7 +124,10 @@ class Step:
         grad_norm = self.reduce_gradients()
         measured_s = self._work_ended_s - self._work_begun_s
         waits_s = [self._prepared.plan_wait_s, self._prepared.data_wait_s]
+        most_tasks = max(len(self.plan.tasks_of(rank)) for rank in range(self.plan.cluster.ranks))
+        padding = [math.nan] * (most_tasks - len(self._durations_s))
         mine = [float(self.loss_sum), self._busy_s, measured_s, sum(waits_s), *waits_s]
+        mine += self._durations_s + padding
         row = torch.tensor(mine, dtype=torch.float64, device=engine.device)
         rows = all_gather_rows(row, "the end of a step")
         loss = float(rows[:, 0].sum()) / self.supervised_tokens
@@ -138,7 +143,7 @@ class Step:
         end_s = time.perf_counter()
         engine.record("optimizer", before_s, end_s, self.index)
         self._finished = True
-        engine._step_finished()
+        engine._step_finished(self.plan, rows[:, 6:].tolist())
         return self._report(loss, grad_norm, rows, end_s - self._begun_s)
 
     def _report(self, loss: float, grad_norm: float, rows: Tensor, step_s: float) -> StepReport:

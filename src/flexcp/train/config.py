@@ -65,6 +65,9 @@ class ParallelSection(_Section):
     memory_margin: float = Field(default=MARGIN, ge=0, lt=1, description="share of it that stays free")
     ranks_per_node: int = Field(default=8, ge=1)
     whole_below_tokens: int | None = Field(default=None, ge=0, description="shorter samples are never cut")
+    learn_costs: bool = Field(
+        default=True, description="correct predictions by measured times; false: plans depend on data alone"
+    )
 
 
 class OptimizerSection(_Section):

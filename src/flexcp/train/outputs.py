@@ -22,6 +22,7 @@ from flexcp.core.layout import default_whole_below_tokens
 from flexcp.core.metrics import StepReport
 from flexcp.core.run_folder import RunInfo, metrics_path, trace_path
 from flexcp.core.trace import read_spans, to_perfetto
+from flexcp.cost.correction import TERMS, Correction
 from flexcp.planner import Planner
 from flexcp.report.tables import format_degrees
 from flexcp.train.config import TrainConfig, to_json
@@ -56,6 +57,7 @@ class Outputs:
         self._first_step = first_step
         self._tasks: dict[str, TaskID] = {}
         self._reports: list[StepReport] = []
+        self._correction: Correction | None = None
         self._board = None
         if self._first:
             from torch.utils.tensorboard import SummaryWriter
@@ -108,14 +110,19 @@ class Outputs:
             self._console.print(f"[cyan]resumed at step {self._first_step}[/]", highlight=False)
         self._console.print(_HEADER, style="bold", highlight=False)
 
-    def step(self, report: StepReport, lr: float) -> None:
-        """One finished step."""
+    def step(self, report: StepReport, lr: float, correction: Correction | None = None) -> None:
+        """One finished step, and what has been learnt of the costs until its end."""
         self._reports.append(report)
         self.progress("training", report.step + 1, self._steps)
         if not self._first:
             return
         self._console.print(_line(report), highlight=False)
         record = {**report.to_record(), "lr": lr}
+        if correction is not None:
+            self._correction = correction
+            record["cost_factors"] = dict(zip(TERMS, correction.factors, strict=True))
+            for name, factor in record["cost_factors"].items():
+                self._scalar(f"cost/{name}", factor, report.step)
         self._append(record)
         for name in ("loss", "grad_norm", "lr", "tokens_per_s", "gap", "idle_share"):
             self._scalar(f"train/{name}", record[name], report.step)
@@ -147,7 +154,7 @@ class Outputs:
         spans = (span for path in traces for span in read_spans(path))
         (self._folder / "timeline.json").write_text(to_perfetto(spans))
         if self._reports:
-            self._console.print(_summary(self._reports, eval_losses))
+            self._console.print(_summary(self._reports, eval_losses, self._correction))
         self._console.print(
             f"run folder {self._folder}\n"
             f"  tensorboard --logdir {self._folder / 'tensorboard'}\n"
@@ -231,7 +238,9 @@ def _line(report: StepReport) -> str:
     )
 
 
-def _summary(reports: Sequence[StepReport], eval_losses: dict[int, float]) -> Table:
+def _summary(
+    reports: Sequence[StepReport], eval_losses: dict[int, float], correction: Correction | None
+) -> Table:
     table = Table(title="Run", show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -249,6 +258,9 @@ def _summary(reports: Sequence[StepReport], eval_losses: dict[int, float]) -> Ta
     predicted = sum(report.predicted_s for report in reports)
     measured = sum(report.measured_s for report in reports)
     table.add_row("predicted / measured time of tasks", f"{predicted:.1f} s / {measured:.1f} s")
+    if correction is not None:
+        for name, factor in zip(TERMS, correction.factors, strict=True):
+            table.add_row(f"learnt: {name}", f"× {factor:.2f}")
     table.add_row("gap to the bound, mean", f"{sum(report.gap for report in reports) / len(reports):.3f}")
     table.add_row("planning, mean", f"{1e3 * sum(r.plan_s for r in reports) / len(reports):.0f} ms")
     later = reports[1:]  # the first step has nothing to hide its plan and data behind

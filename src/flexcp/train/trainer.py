@@ -93,6 +93,7 @@ def train(world: World, config: TrainConfig, resume: bool = False, quiet: bool =
                     on_notice=outputs.notice,
                     trace=trace,
                     timeout_s=run.timeout_s,
+                    learn_costs=config.parallel.learn_costs,
                 )
             )
             if corpus.evaluation is not None:
@@ -135,7 +136,7 @@ class _Loop:
                     step.backward(self.forward(micro), micro)
                 report = step.finish()
                 self.reports.append(report)
-                self.outputs.step(report, self.optimizer.param_groups[0]["lr"])
+                self.outputs.step(report, self.optimizer.param_groups[0]["lr"], self.engine.correction)
                 done = step.index + 1
                 if _due(done, run.eval_every, run.steps):
                     self._evaluate(done)

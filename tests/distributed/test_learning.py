@@ -1,0 +1,116 @@
+"""Costs learnt while training: predictions come near what is measured, and a resumed run plans the same."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flexcp.core.cluster import Cluster
+from flexcp.core.errors import CheckpointError, ConfigError
+from flexcp.core.model_shape import ModelShape
+from flexcp.cost.correction import Correction
+from flexcp.cost.model import cost_model
+from flexcp.cost.presets import hardware
+from flexcp.planner import Planner
+from flexcp.runtime.learning import LAG, Learning
+from tests.harness import run_ranks
+from tests.models import ListDataset, tiny_model
+
+SHAPE = ModelShape("tiny", 2, 32, 4, 2, 8, 48, 97)
+LENGTHS = [37, 12, 61, 5, 9, 90, 23, 2, 44, 71, 3, 128, 17, 29, 8, 53, 31, 7, 100]
+PLANNER = Planner(Cluster(2, 128), cost_model(SHAPE, hardware("cpu"), speed=100.0), whole_below_tokens=16)
+
+
+def engine_on(dataset: Any, **options: Any) -> Any:
+    from flexcp.runtime.engine import Engine
+    from flexcp.runtime.sharding import shard
+
+    model = shard(tiny_model(), "ddp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Engine(model, optimizer, PLANNER, dataset, global_batch=8, learn_costs=True, **options)
+
+
+def run(engine: Any) -> tuple[list[str], list[float]]:
+    """Digests of the plans, and predicted over measured time, of each step."""
+    from flexcp.integrations.transformers import enable
+
+    digests, ratios = [], []
+    with enable(engine.model), engine:
+        for step in engine:
+            digests.append(step.plan.digest)
+            for micro in step:
+                step.backward(engine.model(**micro.inputs), micro)
+            report = step.finish()
+            ratios.append(report.predicted_s / report.measured_s)
+    return digests, ratios
+
+
+def train_and_resume(world: Any) -> tuple[list[str], list[str], list[float]]:
+    """14 steps from a cost model a hundred times too fast; then 3 more twice, from the same state."""
+    dataset = ListDataset(LENGTHS, unlabelled=())
+    engine = engine_on(dataset, steps=14)
+    _, ratios = run(engine)
+    state = json.loads(json.dumps(engine.state_dict()))
+    digests = []
+    for _ in range(2):
+        again = engine_on(dataset, steps=14 + LAG)
+        again.load_state_dict(state)
+        digests.append(run(again)[0])
+    return (*digests, ratios)
+
+
+def test_predictions_are_repaired_and_a_resumed_run_plans_the_same() -> None:
+    for once, again, ratios in run_ranks(train_and_resume, 2, deadline_s=120):
+        assert len(once) == LAG
+        assert once == again
+        # Each step may correct by half; the first three plans know nothing.
+        assert np.log(ratios[0]) < -1
+        assert abs(np.log(np.median(ratios[-3:]))) < 0.5 * abs(np.log(ratios[0]))
+
+
+def test_a_plan_knows_what_was_learnt_three_steps_before() -> None:
+    learning = Learning(PLANNER)
+    samples = [(37, 61, 90), (12, 44, 100), (128, 5, 71), (31, 53, 29)]
+    from flexcp.core.sample import samples_from_lengths
+
+    for step, lengths in enumerate(samples):
+        plan = learning.planner(step)(samples_from_lengths(lengths))
+        assert learning.planner(step + 1).cost == PLANNER.cost if step < LAG - 1 else True
+        slow = [[2 * plan.tasks[k].duration_s for k in plan.tasks_of(rank)] for rank in range(2)]
+        learning.learn(step, plan, slow)
+    assert learning.planner(LAG - 1) == PLANNER
+    assert learning.planner(LAG).cost != PLANNER.cost
+    assert learning.planner(LAG).cost.token_s > 1.05 * PLANNER.cost.token_s
+    assert learning.planner(LAG + 1).cost != learning.planner(LAG).cost
+
+    kept = Learning(PLANNER)
+    kept.load_state_dict(json.loads(json.dumps(learning.state_dict())))
+    for step in range(len(samples), len(samples) + LAG):
+        assert kept.planner(step) == learning.planner(step)
+
+
+def test_the_last_rank_to_come_knows_how_long_a_task_takes() -> None:
+    from flexcp.core.sample import samples_from_lengths
+
+    plan = PLANNER(samples_from_lengths([200]))
+    assert plan.tasks[0].degree == 2
+    early, late = 10 * plan.tasks[0].duration_s, plan.tasks[0].duration_s
+    learning = Learning(PLANNER)
+    learning.learn(0, plan, [[early], [late]])
+    assert learning.latest.factors == pytest.approx((1.0,) * 4, abs=1e-6)
+
+
+def test_damage_and_other_planners_are_refused() -> None:
+    from flexcp.runtime.engine import _learning
+
+    with pytest.raises(CheckpointError, match="learnt costs"):
+        Learning(PLANNER).load_state_dict({"3": {"schema": "x"}})
+    with pytest.raises(CheckpointError, match="learnt costs"):
+        Learning(PLANNER).load_state_dict({"x": Correction().to_json()})
+    with pytest.raises(ConfigError, match="cannot be learnt"):
+        _learning(replace)  # type: ignore[arg-type]
