@@ -3,7 +3,7 @@
 Its own plan is taken as it is once it is close to the bound; until then `paper` and `static` are asked too,
 and the best plan wins. So flexcp <= max(other, close · bound), where close is 1.005 in lockstep, and
 free-running up to 256 samples; beyond, where every rank has many tasks and asking takes much longer than
-planning, it is 1.03. Above 4096 samples nobody is asked: `paper` packs in O(K·K').
+planning, it is 1.01. Above 4096 samples nobody is asked: `paper` packs in O(K·K').
 
 The search takes every group to be a ring, and so does the bound that stops it. In the plan that wins, every
 group has the fastest exchange that it may use.
@@ -25,9 +25,10 @@ from flexcp.planner.waves import search
 
 # Step over bound at which a search ends: nothing more is tried.
 CLOSE_ENOUGH = 1.005
-# Free-running: above this, rings are laid out in other ways too ...
-_NEAR = 1.015
-# ... and above this (up to 256 samples: CLOSE_ENOUGH) lockstep plans, run without their barriers, and others.
+# Free-running: above this, rings are laid out in other ways too, and others are asked (up to 256 samples they
+# are asked above CLOSE_ENOUGH) ...
+NEAR = 1.01
+# ... and above this, where short samples do not fill the gaps, lockstep plans, run without their barriers.
 FAR = 1.03
 MOST_ALWAYS_ASKED, MOST_ASKED_SAMPLES = 256, 4096
 # Targets tried for each way to lay out rings, and how closely they are sought, as a share of the bound.
@@ -60,7 +61,7 @@ def _rings(problem: Problem) -> list[tuple[Task, ...]]:
     if problem.mode == "free-running":
         plans.append(scheduled_tasks(problem, list_schedules(problem, enough_s)))
         if problem.size > MOST_ALWAYS_ASKED:
-            enough_s = FAR * bound_s
+            enough_s = NEAR * bound_s
         if makespan_s(plans[0]) <= enough_s or problem.size > MOST_ASKED_SAMPLES:
             return plans
     if not plans or makespan_s(plans[0]) > FAR * bound_s:
@@ -82,7 +83,7 @@ def list_schedules(problem: Problem, goal_s: float) -> ListSchedule:
     best = list_schedule(problem, samples, (bound_s + goal_s) / 2, inside)
     best = _lower(problem, samples, best, goal_s, inside)
     for layout in (Layout(_SHARES[0], problem.ranks), *(Layout(share, node) for share in _SHARES[1:])):
-        if best.step_s > _NEAR * bound_s:
+        if best.step_s > NEAR * bound_s:
             best = _lower(problem, samples, best, goal_s, layout)
     return best
 
