@@ -234,3 +234,14 @@ def test_flexsp_is_imported_by_nobody_else():
         "sys.exit('scipy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_one_long_sample_alone_with_its_messages_is_exchanged_by_heads():
+    """Rings of 50,000 tokens wait for their links; heads are exchanged four times a layer at most."""
+    samples, cluster = samples_from_lengths([50_000, 6_000, 300]), Cluster(4096, 23_000)
+    cost = cost_model(model_shape("qwen3-8b"), hardware("h100"))
+    for mode in MODES:
+        best, heads = (make_plan(samples, cluster, cost, policy=p, mode=mode) for p in ("flexcp", "ulysses"))
+        assert best.step_s <= heads.step_s
+        assert check(best, cost) == ()
+        assert best.gap == pytest.approx(1.0, abs=1e-3)

@@ -20,7 +20,7 @@ from flexcp.core.plan import Mode, Plan
 from flexcp.core.sample import Sample
 from flexcp.cost import CostModel
 from flexcp.planner import POLICIES, Planner, lower_bound_s
-from flexcp.planner.bounds import lower_bound
+from flexcp.planner.exchanges import plan_bound
 from flexcp.planner.policies import static
 from flexcp.planner.problem import Problem
 from flexcp.planner.timeline import schedule
@@ -139,7 +139,7 @@ def verdict(subject: Outcome, baseline: Outcome, lengths: Lengths, setting: Sett
         return f"{subject.policy} cannot serve these lengths: {subject.refusal}."
     step = f"{format_seconds(subject.step_s)} a step"
     plan = subject.plans[0]
-    limit = lower_bound(setting.problem(plan.samples)).reason
+    limit = plan_bound(setting.problem(plan.samples), plan.step_s).reason
     distance = f"{subject.gap - 1:.1%} above the bound, which is {limit}"
     if not baseline.plans:
         return f"{subject.policy} takes {step}, {distance}; {layout} cannot serve: {baseline.refusal}."

@@ -15,11 +15,13 @@ from flexcp.core.cluster import Cluster
 from flexcp.core.layout import heads_divide
 from flexcp.core.plan import EXCHANGE_KINDS, ExchangeKind, Task
 from flexcp.cost.model import CostModel, Counts, Link
-from flexcp.planner.bounds import lower_bound_s
+from flexcp.planner.bounds import Bound, lower_bound
 from flexcp.planner.placement import crosses_nodes
 from flexcp.planner.problem import Array, Problem
 
 _FREE = Link(float("inf"), 0.0)
+# Samples with most work that are looked at by themselves.
+_HEADS = 8
 
 
 def fastest(
@@ -99,14 +101,32 @@ def _started(
     return tuple(started)
 
 
-def plan_bound_s(problem: Problem, step_s: float) -> float:
+def plan_bound(problem: Problem, step_s: float) -> Bound:
     """Seconds that no plan can beat with the exchange of the problem's cost model for every group.
 
-    A plan that mixes exchanges can fall below. Then it is what no plan can beat by any exchange: the bound of
-    a cost model that none of them undercuts, in which messages, waiting and merging cost nothing.
+    A plan that mixes exchanges can fall below. Then it is what no plan can beat by any exchange, the larger
+    of two: the bound of a cost model that none of them undercuts, in which messages, waiting and merging cost
+    nothing; and the best time of a long sample over all exchanges and degrees, as its pack has one of each.
     """
-    bound_s = lower_bound_s(problem)
-    if step_s >= bound_s:
-        return bound_s
+    bound = lower_bound(problem)
+    if step_s >= bound.seconds:
+        return bound
     silent = replace(problem.cost, exchange="ring", intra=_FREE, inter=_FREE, ring_step_s=0.0)
-    return min(bound_s, lower_bound_s(replace(problem, cost=silent)))
+    found = [bound, max(lower_bound(replace(problem, cost=silent)), _longest_by_any(problem))]
+    return min(found, key=lambda bound: bound.seconds)
+
+
+def _longest_by_any(problem: Problem) -> Bound:
+    """The best time of the samples with most work, each by itself, whatever its degree and exchange."""
+    cluster = problem.cluster
+    heads = np.argsort(-problem.work_s, kind="stable")[:_HEADS]
+    found: list[tuple[float, str]] = []
+    for sample in heads.tolist():
+        tokens = problem.rows[sample][0]
+        degrees = np.arange(cluster.min_degree(tokens), cluster.ranks + 1)
+        columns = np.repeat(problem.columns[:, sample : sample + 1], len(degrees), axis=1)
+        seconds, kinds = fastest(problem.cost, cluster, columns, degrees, degrees > cluster.ranks_per_node)
+        best = int(seconds.argmin())
+        where = f"its best {degrees[best]} ranks by {kinds[best]}" if degrees[best] > 1 else "one rank"
+        found.append((float(seconds[best]), f"the longest sample, {tokens:,} tokens, on {where}"))
+    return Bound(*max(found))

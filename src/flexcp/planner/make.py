@@ -13,7 +13,7 @@ from flexcp.core.layout import default_whole_below_tokens
 from flexcp.core.plan import ExchangeKind, Mode, Plan, Task
 from flexcp.core.sample import Sample
 from flexcp.cost.model import CostModel
-from flexcp.planner.exchanges import plan_bound_s
+from flexcp.planner.exchanges import plan_bound
 from flexcp.planner.policies import flexcp, flexsp, megatron_dynamic, paper, static, ulysses
 from flexcp.planner.problem import Assignment, Problem
 from flexcp.planner.timeline import makespan_s, schedule
@@ -85,7 +85,7 @@ def make_plan(
         whole_below_tokens=problem.whole_below_tokens,
         samples=tuple(samples),
         tasks=tasks,
-        bound_s=plan_bound_s(problem, makespan_s(tasks)),
+        bound_s=plan_bound(problem, makespan_s(tasks)).seconds,
     )
 
 

@@ -108,7 +108,7 @@ def format_count(value: float) -> str:
     return f"{value:.0f}" if float(value).is_integer() else f"{value:.1f}"
 
 
-_HEADS = ("policy", "step", "gap", "speed", "waves", "degrees", "idle", "comm", "planned in")
+_HEADS = ("policy", "step", "gap", "speed", "waves", "degrees", "idle", "comm", "plan")
 
 
 def policy_table(outcomes: Sequence[Outcome], baseline: Outcome | None, width: int = 80) -> Text:

@@ -5,20 +5,21 @@ and the best plan wins. So flexcp <= max(other, close · bound), where close is 
 free-running up to 256 samples; beyond, where every rank has many tasks and asking takes much longer than
 planning, it is 1.01. Above 4096 samples nobody is asked: `paper` packs in O(K·K').
 
-The search takes every group to be a ring, and so does the bound that stops it. In the plan that wins, every
-group has the fastest exchange that it may use.
+The search takes every group to be a ring, and so does the bound that stops it. Every group then gets the
+fastest exchange that it may use; where work alone does not explain the step, `ulysses` is asked as well.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from flexcp.core.errors import InfeasibleError
 from flexcp.core.plan import Task
 from flexcp.planner.bounds import lower_bound_s
 from flexcp.planner.degrees import LongSamples, long_samples
 from flexcp.planner.exchanges import with_fastest_exchanges
 from flexcp.planner.list_schedule import Layout, ListSchedule, list_schedule, scheduled_tasks
-from flexcp.planner.policies import paper, static
+from flexcp.planner.policies import paper, static, ulysses
 from flexcp.planner.problem import Problem
 from flexcp.planner.timeline import makespan_s, schedule
 from flexcp.planner.waves import search
@@ -42,10 +43,20 @@ _ROUNDING = 1 + 1e-9
 def plan_tasks(problem: Problem) -> tuple[Task, ...]:
     """The best of a few plans, each with the fastest exchange for every group.
 
-    Complexity: that of the search.
+    Where rings are far from what no exchange can beat, the work of all samples, `ulysses` is asked too.
+
+    Complexity: that of the search, and of `ulysses` where it is asked.
     """
-    plans = [with_fastest_exchanges(problem, plan) for plan in _rings(problem)]
-    return min(plans, key=makespan_s)
+    best = min((with_fastest_exchanges(problem, plan) for plan in _rings(problem)), key=makespan_s)
+    work_s = problem.total_work_s / problem.cluster.rank_equivalents + problem.cost.pack_s
+    if makespan_s(best) <= NEAR * work_s or problem.size > MOST_ASKED_SAMPLES or not problem.cost.heads:
+        return best
+    heads = replace(problem, cost=problem.cost.with_exchange("all-to-all"))
+    try:
+        other = schedule(heads, ulysses.assign(heads))
+    except InfeasibleError:  # it needs more ranks than the heads allow
+        return best
+    return min(best, with_fastest_exchanges(problem, other), key=makespan_s)
 
 
 def _rings(problem: Problem) -> list[tuple[Task, ...]]:
