@@ -43,10 +43,6 @@ class Message:
         size = _HEAD_BYTES // dtype.itemsize + math.prod(shape)
         return cls(torch.zeros(size, dtype=dtype, device=device), shape)
 
-    def rows(self, count: int) -> Message:
-        """A message of the first rows, in the same storage."""
-        return Message(self._flat, (count, *self.payload.shape[1:]))
-
     @property
     def whole(self) -> Tensor:
         """Word and payload: what really travels."""

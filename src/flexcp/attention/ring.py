@@ -6,6 +6,7 @@ Shapes: T local rows, R rows of a block under way, Hq query heads, Hk key/value 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from flexcp.attention.blocks import Backward, Block, forward_over
 from flexcp.attention.exchange import BACK, FORTH, Exchange, Message, Pending
 from flexcp.attention.kernels import Kernel
+from flexcp.attention.masks import Tile
 from flexcp.attention.merge import accumulator_dtype
 from flexcp.attention.route import Route, make_route
 from flexcp.core.layout import Layout
@@ -33,25 +35,50 @@ def backward(
     """See `group.Method.backward`.
 
     K and V travel as in the forward pass. The gradient of each block follows it in a lane of its own, one
-    step behind: it is passed on while the next block is computed, and its last hop brings it home.
+    step behind: it sets out at the first member after the owner and is passed on while the next block is
+    computed. The owner's own part stays at home. Half of it is computed while the first block is under way,
+    the other half while the last gradient is.
     """
     q, k, v, out, lse = saved
     route = make_route(layout, exchange.member)
     dtype = accumulator_dtype(q.dtype)
-    home = Message.zeros((k.shape[0], 2, *k.shape[1:]), dtype, k.device)  # dK and dV of the rows here
+    home = k.new_zeros(k.shape[0], 2, *k.shape[1:], dtype=dtype)  # dK and dV of the rows here
     sums = Backward(do, q, out, lse, kernel, scale)
     lane = _GradientLane(home, route, exchange)
-    for step, block in enumerate(_blocks(k, v, route, exchange)):
-        dkv = home
-        if step:
-            shape = (block[1].shape[0], *home.payload.shape[1:])
-            dkv = exchange.buffers.take(f"dkv {step % 2}", shape, dtype, k.device)
-            dkv.payload.zero_()
-        sums.add(block, dkv.payload)
+    first, last = _halves(route.blocks[0].tiles) if len(route.blocks) > 1 else (route.blocks[0].tiles, ())
+    for step, (tiles, block_k, block_v) in enumerate(_blocks(k, v, route, exchange)):
+        if not step:
+            sums.add((first, block_k, block_v), home)
+            continue
+        dkv = exchange.buffers.take(f"dkv {step % 2}", (block_k.shape[0], *home.shape[1:]), dtype, k.device)
+        dkv.payload.zero_()
+        sums.add((tiles, block_k, block_v), dkv.payload)
         lane.pass_on(dkv)
-    lane.wait()
-    dk, dv = home.payload.unbind(1)
+    sums.add((last, k, v), home)
+    lane.bring_home()
+    dk, dv = home.unbind(1)
     return sums.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+@lru_cache(maxsize=4096)
+def _halves(tiles: tuple[Tile, ...]) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
+    """The same work in two parts: of a causal square the full square below the diagonal, and the rest.
+
+    >>> [tile] = _halves((Tile(0, 4, 0, 4, causal=True),))[0]
+    >>> tile
+    Tile(q0=2, q1=4, k0=0, k1=2, causal=False)
+    """
+    first: list[Tile] = []
+    last: list[Tile] = []
+    for tile in tiles:
+        half = (tile.q1 - tile.q0) // 2
+        if not tile.causal or not half:
+            first.append(tile)
+            continue
+        row, key = tile.q0 + half, tile.k0 + half
+        first.append(Tile(row, tile.q1, tile.k0, key, causal=False))
+        last += Tile(tile.q0, row, tile.k0, key, causal=True), Tile(row, tile.q1, key, tile.k1, causal=True)
+    return tuple(first), tuple(last)
 
 
 def _blocks(k: Tensor, v: Tensor, route: Route, exchange: Exchange) -> Iterator[Block]:
@@ -78,40 +105,38 @@ def _blocks(k: Tensor, v: Tensor, route: Route, exchange: Exchange) -> Iterator[
 
 
 class _GradientLane:
-    """Carries the gradient of each block to the next member, and this member's own back home.
+    """Carries the gradient of each block to the next member, and in the end to its owner.
 
     Args:
-        home: dK and dV [T, 2, Hk, D] of the rows here. Its cut rows leave on the first hop and are
-            overwritten by the complete sum on the last.
+        home: dK and dV [T, 2, Hk, D] of the rows here; what the others found is added to its cut rows.
     """
 
-    def __init__(self, home: Message, route: Route, exchange: Exchange) -> None:
+    def __init__(self, home: Tensor, route: Route, exchange: Exchange) -> None:
         self._home, self._route, self._exchange = home, route, exchange
         self._step = 0
         self._pending: Pending | None = None
-        self._arriving = home
+        self._arriving: Message | None = None
 
     def pass_on(self, dkv: Message) -> None:
         """Add what earlier members found for this block to `dkv` [R, 2, Hk, D], and send the sum on."""
-        blocks = self._route.blocks
-        if len(blocks) == 1:
-            return
-        if self._step:
-            self.wait()
-            dkv.payload.add_(self._arriving.payload)
-        leaving = dkv.rows(blocks[self._step].rows)
+        if (arrived := self._wait()) is not None:
+            dkv.payload.add_(arrived)
         self._step += 1
-        if self._step < len(blocks):
-            shape = (blocks[self._step].rows, *dkv.payload.shape[1:])
-            dtype, device = dkv.payload.dtype, dkv.payload.device
-            self._arriving = self._exchange.buffers.take("dkv in", shape, dtype, device)
-        else:
-            self._arriving = self._home.rows(blocks[0].rows)
-        route = self._route
-        self._pending = self._exchange.post([(leaving, route.next)], [(self._arriving, route.previous)], BACK)
+        blocks, route = self._route.blocks, self._route
+        rows = blocks[(self._step + 1) % len(blocks)].rows  # behind the last block: its own
+        shape, buffers = (rows, *dkv.payload.shape[1:]), self._exchange.buffers
+        self._arriving = buffers.take("dkv in", shape, dkv.payload.dtype, dkv.payload.device)
+        self._pending = self._exchange.post([(dkv, route.next)], [(self._arriving, route.previous)], BACK)
 
-    def wait(self) -> None:
-        """Return when the last hop posted is complete."""
-        if self._pending:
-            self._pending.wait()
-            self._pending = None
+    def bring_home(self) -> None:
+        """Add the sum of the others to the gradient at home."""
+        if (arrived := self._wait()) is not None:
+            self._home[: len(arrived)] += arrived
+
+    def _wait(self) -> Tensor | None:
+        """What the last hop posted has brought; None before the first."""
+        if self._pending is None or self._arriving is None:
+            return None
+        self._pending.wait()
+        self._pending = None
+        return self._arriving.payload

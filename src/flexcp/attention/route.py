@@ -94,10 +94,10 @@ def ring_traffic_bytes(
     """Bytes that `member` sends in the forward and in the backward pass of one layer.
 
     Forward: every block but the last is passed on, as K and V. Backward: the same again, and the gradient
-    of every block, in fp32 (fp64 for fp64).
+    of every block but its own, in fp32 (fp64 for fp64).
     """
     rows = [block.rows for block in make_route(layout, member).blocks]
     elements_per_row = 2 * kv_heads * head_dim
     forward = sum(rows[:-1]) * elements_per_row * dtype_bytes
-    gradients = sum(rows) * elements_per_row * max(dtype_bytes, 4) if len(rows) > 1 else 0
+    gradients = sum(rows[1:]) * elements_per_row * max(dtype_bytes, 4)
     return Traffic(forward, forward + gradients)
