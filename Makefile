@@ -50,8 +50,12 @@ demo-short: $(STAMP) ## the same for a few steps
 	rm -rf runs/demo-short
 	$(BIN)/flexcp train examples/demo.toml --set run.steps=3 --set run.folder=runs/demo-short
 
-bench: $(STAMP) ## planning: distance from the bound, time, integer degrees; writes benchmarks/results
+bench: $(STAMP) ## planning, and what it gains: emulated, replayed, computed; writes benchmarks/results (an hour)
 	$(BIN)/python benchmarks/planner.py
+	$(BIN)/python benchmarks/emulated.py
+	$(BIN)/python benchmarks/replay.py
+	$(BIN)/python benchmarks/real.py
+	$(BIN)/python benchmarks/overhead.py
 
 clean: ## remove the environment, build outputs, caches and runs
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
