@@ -11,7 +11,7 @@ from tests.run_folders import BATCHES, write_run
 from flexcp.core.cluster import Cluster
 
 LENGTHS = Path(__file__).parents[1] / "data" / "python_source_lengths_qwen.json"
-HEAVY = ("torch", "transformers", "tokenizers", "pyarrow", "tensorboard", "scipy")
+HEAVY = ("torch", "transformers", "tokenizers", "pyarrow", "tensorboard", "scipy", "wandb")
 
 BLOCK = f"""
 import sys

@@ -17,7 +17,8 @@ from flexcp.core.run_folder import read_info, read_reports, trace_path
 from flexcp.core.trace import Span, TraceWriter
 from flexcp.cost.model import CostModel, Link
 from flexcp.planner import Planner
-from flexcp.train.config import TrainConfig
+from flexcp.report.summary import STEP_HEADER, step_line
+from flexcp.train.config import RunSection, TrainConfig
 from flexcp.train.data import Skipped
 from flexcp.train.outputs import Outputs
 
@@ -39,12 +40,23 @@ def report(step: int, loss: float) -> StepReport:
         idle_share=0.25,
         plan_wait_s=0.01,
         data_wait_s=0.04,
+        pairs=1_000_000,
+        longest_tokens=900,
+        alone_s=1.0,
+        predicted_idle_share=0.1,
+        gather_s=0.06,
+        ring_wait_s=0.4,
+        reduce_s=0.1,
+        optimizer_s=0.05,
+        idle_shares=(0.5, 0.0),
+        mfu=0.41,
     )
 
 
 def run_steps(folder: Path, steps: range, total: int, *, rank: int = 0, shown: bool = False) -> None:
     """One attempt: steps, an evaluation at its end, a trace."""
-    with Outputs(folder, total, steps.start, rank=rank, shown=shown) as outputs:
+    config = TrainConfig(run=RunSection(folder=folder, steps=total))
+    with Outputs(config, steps.start, rank=rank, shown=shown) as outputs:
         with TraceWriter(trace_path(folder, steps.start, rank)) as trace:
             for step in steps:
                 outputs.step(report(step, 5.0 - step), lr=0.1)
@@ -89,7 +101,7 @@ def test_the_summary_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     text = capsys.readouterr().out
     rows = [" ".join(line.split()) for line in text.splitlines()]
 
-    assert "0 5.0000 1,000 1×4 3×1 1.20s 1.60s 1.200 25% 4ms 50ms" in rows
+    assert "0 5.0000 1,000 1×4 3×1 1.20s 1.60s 1.200 25% 41% 50ms" in rows
     for row in (
         "loss, first → last │ 5.0000 → 4.0000",
         "evaluation loss after 2 │ 2.5000",
@@ -99,12 +111,32 @@ def test_the_summary_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "gap to the bound, mean │ 1.200",
         "planning, mean │ 4 ms",
         "waited for the first plan and data │ 0.05 s",
-        "waited later for plans, for data │ 0.50%, 2.00% of the time",
+        "MFU │ 41.0%",
+        "plan │ 10.0 ms │ 0.5% │ │ │",
+        "data │ 40.0 ms │ 2.0% │ │ │",
+        "gather │ 60.0 ms │ 3.0% │ │ █ │",
+        "compute │ 800 ms │ 40.0% │ 1.08 s │ ██████████ │",
+        "ring wait │ 400 ms │ 20.0% │ │ █████ │",
+        "idle │ 400 ms │ 20.0% │ 120 ms │ █████ │",
+        "reduce │ 100 ms │ 5.0% │ │ █ │",
+        "optimizer │ 50.0 ms │ 2.5% │ │ █ │",
+        "other │ 140 ms │ 7.0% │ │ ██ │",
+        "idle by rank: 0: 50%, 1: 0%",
     ):
         assert any(row in shown for shown in rows), f"{row} is not in\n{text}"
     assert f"run folder {tmp_path}" in text
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     assert [event["name"] for event in events if event["ph"] == "X"] == ["task", "task"]
+
+
+def test_a_step_is_a_line_of_80_columns() -> None:
+    """As long as its groups are of few degrees; heads stand above their numbers."""
+    line = step_line(report(3, 5.0))
+
+    assert len(STEP_HEADER) == len(line) == 80
+    assert line[:4] == "   3"
+    for head, value in (("MFU", "41%"), ("idle", "25%"), ("wait", "50ms"), ("gap", "1.200")):
+        assert STEP_HEADER.index(head) + len(head) == line.index(value) + len(value)
 
 
 def test_what_is_about_to_run_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,8 +145,9 @@ def test_what_is_about_to_run_is_described(tmp_path: Path, capsys: pytest.Captur
     corpus: Any = SimpleNamespace(train=SimpleNamespace(lengths=np.array([7, 1200])), skipped=skipped)
     link = Link(1e9, 1e-5)
     planner = Planner(Cluster(3, 4096), CostModel(1e-9, 1e-6, 0.0, 0.0, 0.0, 10.0, 2, link, link))
-    with Outputs(tmp_path, 9, 5, rank=0, shown=True) as outputs:
-        outputs.describe(TrainConfig(), corpus, nn.Linear(1000, 1000), planner)
+    config = TrainConfig(run=RunSection(folder=tmp_path, steps=9))
+    with Outputs(config, 5, rank=0, shown=True) as outputs:
+        outputs.describe(corpus, nn.Linear(1000, 1000), planner)
     text = capsys.readouterr().out
 
     assert "2 samples, 1,207 tokens, longest 1,200; model of 1.0 M parameters; " in text
@@ -122,7 +155,7 @@ def test_what_is_about_to_run_is_described(tmp_path: Path, capsys: pytest.Captur
     assert "2 skipped, empty: a.txt, b.txt" in text
     assert "1 skipped, not text: c.bin" in text
     assert "resumed at step 5" in text
-    assert json.loads((tmp_path / "config.json").read_text())["run"]["steps"] == 100
+    assert json.loads((tmp_path / "config.json").read_text())["run"]["steps"] == 9
     info = read_info(tmp_path)
     assert (info.origin, info.policy, info.mode) == ("measured", "flexcp", "free-running")
     assert (info.cluster, info.whole_below_tokens) == (Cluster(3, 4096), 512)

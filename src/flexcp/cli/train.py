@@ -10,6 +10,8 @@ import typer
 
 from flexcp.core.errors import MissingExtraError
 
+_EXTRAS = {"tensorboard": "train", "wandb": "wandb"}
+
 
 def train(
     config: Annotated[Path, typer.Argument(help="run file, TOML; see examples/demo.toml")],
@@ -24,7 +26,7 @@ def train(
 
     Started plainly it spawns the ranks of one machine; started by torchrun it is one of many.
     """
-    for module in ("torch", "transformers", "tensorboard"):
+    for module in ("torch", "transformers"):
         if not _is_installed(module):
             raise MissingExtraError(module, "train")
     # The file first: torch takes seconds to import, and a typing error should not wait for it.
@@ -32,6 +34,9 @@ def train(
 
     overrides = [*(set_ or ()), *([f"parallel.nproc={nproc}"] if nproc else [])]
     settings = load_config(config, overrides)
+    for tracker in settings.run.trackers:
+        if not _is_installed(tracker):
+            raise MissingExtraError(tracker, _EXTRAS[tracker])
     from flexcp.runtime.launch import launch
     from flexcp.train.trainer import checkpoint_to_resume
     from flexcp.train.trainer import train as run_rank

@@ -9,11 +9,27 @@ from typing import Any
 from flexcp.core.jsonl import number, whole
 
 _LEAST_S = 1e-12  # no step is shorter
+_NOT_NEGATIVE = (
+    "measured_s",
+    "plan_s",
+    "exposed_s",
+    "idle_share",
+    "plan_wait_s",
+    "data_wait_s",
+    "alone_s",
+    "predicted_idle_share",
+    "gather_s",
+    "ring_wait_s",
+    "reduce_s",
+    "optimizer_s",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The same on every rank. On accelerators, times of tasks are those at which the host got its turn.
+    """The same on every rank, but for `step_s`, `optimizer_s` and what follows from them.
+
+    On accelerators, times of tasks, and of waiting inside them, are those at which the host got its turn.
 
     Attributes:
         step: index of the step, from 0.
@@ -31,6 +47,19 @@ class StepReport:
             in which a rank had nothing to run.
         plan_wait_s, data_wait_s: the parts of `exposed_s`, each of the rank that waited longest for it. What
             a stream takes to tell its lengths counts as planning.
+        pairs: attended query-key pairs of the global batch.
+        longest_tokens: of its longest sample.
+        alone_s: predicted time of the longest task that holds a single sample; 0 where there is none.
+        predicted_idle_share: `idle_share` as the plan has it.
+        gather_s: from the plan and data of the slowest rank until one can run tasks: agreeing on the plan,
+            and gathering weights where they are sharded.
+        ring_wait_s: inside tasks, until messages of the group had come and gone; mean over the ranks. A
+            rank of the group that comes late to a task is waited for here.
+        reduce_s: reducing and clipping gradients, on the rank that came to it last.
+        optimizer_s: stepping the optimizer.
+        idle_shares: `idle_share` of each rank.
+        mfu: model FLOPs utilization: FLOPs of the model over those of all ranks at their peak in `step_s`;
+            None where the peak is not known.
     """
 
     step: int
@@ -48,6 +77,33 @@ class StepReport:
     idle_share: float
     plan_wait_s: float = 0.0
     data_wait_s: float = 0.0
+    pairs: int = 0
+    longest_tokens: int = 0
+    alone_s: float = 0.0
+    predicted_idle_share: float = 0.0
+    gather_s: float = 0.0
+    ring_wait_s: float = 0.0
+    reduce_s: float = 0.0
+    optimizer_s: float = 0.0
+    idle_shares: tuple[float, ...] = ()
+    mfu: float | None = None
+
+    @property
+    def parts_s(self) -> dict[str, float]:
+        """Where `step_s` went, by part in the order of a step: seconds of the mean rank."""
+        busy_s = self.measured_s * (1.0 - self.idle_share)
+        parts = {
+            "plan": self.plan_wait_s,
+            "data": self.exposed_s - self.plan_wait_s,
+            "gather": self.gather_s,
+            "compute": busy_s - self.ring_wait_s,
+            "ring wait": self.ring_wait_s,
+            "idle": self.measured_s - busy_s,
+            "reduce": self.reduce_s,
+            "optimizer": self.optimizer_s,
+        }
+        parts = {name: max(0.0, seconds) for name, seconds in parts.items()}
+        return {**parts, "other": max(0.0, self.step_s - sum(parts.values()))}
 
     @property
     def gap(self) -> float:
@@ -72,15 +128,17 @@ class StepReport:
             ValueError: one is not a number of its kind, or a time that others are divided by is not positive.
         """
         values = {field.name: record[field.name] for field in fields(cls)}
-        for name in ("step", "tokens", "supervised_tokens"):
+        for name in ("step", "tokens", "supervised_tokens", "longest_tokens"):
             whole(values[name], name)
-        for name in ("measured_s", "plan_s", "exposed_s", "idle_share"):
+        for name in _NOT_NEGATIVE:
             number(values[name], name, 0.0)
         for name in ("predicted_s", "bound_s", "step_s"):
             number(values[name], name, _LEAST_S)
-        for name in ("loss", "grad_norm"):
+        for name in ("loss", "grad_norm", "mfu"):
             if values[name] is not None:
                 number(values[name], name)
         degrees = values["degrees"].items()
         values["degrees"] = {int(degree): whole(count, "a count of degrees") for degree, count in degrees}
+        shares = values["idle_shares"]
+        values["idle_shares"] = tuple(number(share, "an idle share", 0.0) for share in shares)
         return cls(**values)

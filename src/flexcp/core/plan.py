@@ -122,6 +122,11 @@ class Plan:
         busy_s = sum(task.duration_s * task.degree for task in self.tasks)
         return 1.0 - busy_s / (self.step_s * self.cluster.ranks)
 
+    @property
+    def alone_s(self) -> float:
+        """Duration of the longest task that holds a single sample; 0 where there is none."""
+        return max((task.duration_s for task in self.tasks if len(task.samples) == 1), default=0.0)
+
     def tasks_of(self, rank: int) -> tuple[int, ...]:
         """Indices into `tasks` of what `rank` runs, in order."""
         return self._tasks_by_rank.get(rank, ())

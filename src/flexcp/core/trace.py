@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from flexcp.core.errors import RunError
 from flexcp.core.jsonl import number, read_lines, whole
 from flexcp.core.plan import Plan, Task
 
@@ -21,7 +23,7 @@ class Span:
     """A stretch of time on one rank.
 
     Attributes:
-        name: what ran: `plan`, `data`, `task`, `reduce`, `optimizer`, …
+        name: what ran: `plan`, `data`, `gather`, `task`, inside of it `ring wait`, `reduce`, `optimizer`, …
         start_s, end_s: seconds since the start of the run, on that rank's own clock.
         step: step index, or -1 outside of steps.
         detail: small JSON values worth showing beside the span; those of a task are `task_detail`.
@@ -54,23 +56,59 @@ def task_detail(plan: Plan, task: Task, rank: int) -> dict[str, Any]:
 
 
 class TraceWriter:
-    """Writes the spans of one rank to a new file; buffered, so that a span costs no system call."""
+    """Writes the spans of one rank to a new file, from a thread: a span costs no system call.
+
+    Spans are kept in memory until `flush`; a rank that is killed leaves those of whole steps behind.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w", encoding="utf-8")
+        self._spans: list[Span] = []
+        self._thread = ThreadPoolExecutor(1, "flexcp-trace")
+        self._written: Future[None] | None = None
 
     def write(self, span: Span) -> None:
-        """Append one span."""
-        self._file.write(json.dumps(asdict(span), separators=(",", ":")) + "\n")
+        """Keep one span."""
+        self._spans.append(span)
 
     def flush(self) -> None:
-        """Hand what is buffered to the operating system; called between steps."""
-        self._file.flush()
+        """Have the spans so far written; called between steps, returns at once.
+
+        Raises:
+            RunError: those of an earlier call could not be written.
+        """
+        if self._written is not None and self._written.done():
+            self._raise_trouble(self._written)
+        spans, self._spans = self._spans, []
+        self._written = self._thread.submit(self._append, spans)
 
     def close(self) -> None:
-        """Flush and close."""
-        self._file.close()
+        """Write what is left and close.
+
+        Raises:
+            RunError: something could not be written.
+        """
+        self._thread.submit(self._append, self._spans)
+        self._spans = []
+        last = self._thread.submit(self._file.close)
+        self._thread.shutdown()
+        for written in (self._written, last):
+            if written is not None:
+                self._raise_trouble(written)
+
+    def _append(self, spans: list[Span]) -> None:
+        lines = [json.dumps(asdict(span), separators=(",", ":")) + "\n" for span in spans]
+        self._file.writelines(lines)
+        self._file.flush()
+
+    def _raise_trouble(self, written: Future[None]) -> None:
+        error = written.exception()
+        if error is not None:
+            raise RunError(
+                f"the trace {self._file.name} cannot be written: {error}",
+                "Make room on the disk, then go on from the newest checkpoint.",
+            ) from error
 
     def __enter__(self) -> TraceWriter:
         return self
@@ -78,7 +116,11 @@ class TraceWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except RunError:
+            if error is None:  # else that is what the user must hear of
+                raise
 
 
 def read_spans(path: Path) -> Iterator[Span]:

@@ -43,3 +43,23 @@ def flops_per_pair(shape: ModelShape, *, checkpointing: bool = True) -> float:
     """
     forward = 4.0 * shape.layers * shape.heads * shape.head_dim
     return forward * (1 + ATTENTION_BACKWARD + checkpointing)
+
+
+def model_flops(shape: ModelShape, tokens: int, pairs: int) -> float:
+    """FLOPs that one forward and backward pass needs, however it is computed.
+
+    What is computed a second time (checkpointed layers, the scores in flash attention's backward) counts
+    once, as in model FLOPs utilization (PaLM, arXiv 2204.02311, appendix B); unlike there, attention counts
+    the pairs really attended. The work of a vision encoder is left out.
+
+    Args:
+        shape: the model.
+        tokens: of all samples.
+        pairs: attended query-key pairs of all samples.
+
+    >>> tiny = ModelShape("tiny", 1, 2, heads=1, kv_heads=1, head_dim=2, intermediate=4, vocab=8)
+    >>> model_flops(tiny, tokens=2, pairs=3)     # 2 * 336 + 3 * 8 * 3
+    744.0
+    """
+    forward = 4.0 * shape.layers * shape.heads * shape.head_dim
+    return tokens * flops_per_token(shape, checkpointing=False) + pairs * forward * (1 + MATMUL_BACKWARD)

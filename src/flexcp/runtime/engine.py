@@ -37,10 +37,8 @@ from flexcp.runtime.learning import Learning
 from flexcp.runtime.planning import AnyPlanner, Notify, meet
 from flexcp.runtime.sharding import sharding_of
 from flexcp.runtime.sources import training_source, whole_source
-from flexcp.runtime.step import Step, loss_sum_of
+from flexcp.runtime.step import SEEN_S, Step, loss_sum_of
 from flexcp.runtime.transport import Transport
-
-_SEEN_S = 1e-3  # a shorter wait is no span of the trace
 
 
 class Engine:
@@ -167,7 +165,7 @@ class Engine:
             ("plan", begun_s, prepared.plan_wait_s),
             ("data", planned_s, prepared.data_wait_s),
         ):
-            if wait_s > _SEEN_S:
+            if wait_s > SEEN_S:
                 self.record(name, start_s, start_s + wait_s, self.next_step)
 
     @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,9 @@ from flexcp.runtime.sharding import clip_gradients
 
 if TYPE_CHECKING:
     from flexcp.runtime.engine import Engine
+
+SEEN_S = 1e-3  # a shorter wait is no span of the trace
+_NUMBERS = 9  # of a rank at the end of a step, before the durations of its tasks
 
 
 class Step:
@@ -43,8 +47,10 @@ class Step:
         self._left = {id(micro): micro for micro in prepared.micro_batches}
         self._begun_s = begun_s
         self._work_begun_s = self._task_begun_s = time.perf_counter()
+        waited_s = begun_s + prepared.plan_wait_s + prepared.data_wait_s
+        engine.record("gather", waited_s, self._work_begun_s, self.index)
         self._work_ended_s = 0.0
-        self._busy_s = 0.0
+        self._busy_s = self._ring_wait_s = self._reduce_s = 0.0
         self._durations_s: list[float] = []
         self._grad_norm: float | None = None
         self._finished = False
@@ -79,16 +85,21 @@ class Step:
         loss_sum = loss_sum_of(output, micro)
         (loss_sum / self.supervised_tokens).backward()  # type: ignore[no-untyped-call]
         self.loss_sum += loss_sum.detach()
-        now_s = time.perf_counter()
-        self._busy_s += now_s - self._task_begun_s
-        self._durations_s.append(now_s - self._task_begun_s)
-        self._engine.record(
-            "task",
-            self._task_begun_s,
-            now_s,
-            self.index,
-            **task_detail(self.plan, micro.task, self._engine.rank),
-        )
+        self._record_task(micro)
+
+    def _record_task(self, micro: MicroBatch) -> None:
+        """The span of a task that ends now, and those of the waits in it that one could see."""
+        engine, begun_s, now_s = self._engine, self._task_begun_s, time.perf_counter()
+        waits = micro.inputs["flexcp"].exchange.waits
+        ring_wait_s = sum(end_s - start_s for start_s, end_s in waits)
+        self._busy_s += now_s - begun_s
+        self._durations_s.append(now_s - begun_s)
+        self._ring_wait_s += ring_wait_s
+        detail = {**task_detail(self.plan, micro.task, engine.rank), "ring_wait_s": ring_wait_s}
+        engine.record("task", begun_s, now_s, self.index, **detail)
+        for start_s, end_s in waits:
+            if end_s - start_s > SEEN_S:
+                engine.record("ring wait", start_s, end_s, self.index)
 
     def reduce_gradients(self) -> float:
         """Sum gradients over all ranks and clip them; returns their global norm before clipping.
@@ -109,7 +120,9 @@ class Step:
             with peers_in_reach("the gradient reduction"):
                 engine.sharding.reduce()
                 self._grad_norm = clip_gradients(engine.model.parameters(), engine.clip_norm or math.inf)
-            engine.record("reduce", self._work_ended_s, time.perf_counter(), self.index)
+            now_s = time.perf_counter()
+            self._reduce_s = now_s - self._work_ended_s
+            engine.record("reduce", self._work_ended_s, now_s, self.index)
         return self._grad_norm
 
     def finish(self) -> StepReport:
@@ -122,14 +135,7 @@ class Step:
             raise RunError(f"step {self.index} was finished twice", "Call step.finish() once a step.")
         engine = self._engine
         grad_norm = self.reduce_gradients()
-        measured_s = self._work_ended_s - self._work_begun_s
-        waits_s = [self._prepared.plan_wait_s, self._prepared.data_wait_s]
-        most_tasks = max(len(self.plan.tasks_of(rank)) for rank in range(self.plan.cluster.ranks))
-        padding = [math.nan] * (most_tasks - len(self._durations_s))
-        mine = [float(self.loss_sum), self._busy_s, measured_s, sum(waits_s), *waits_s]
-        mine += self._durations_s + padding
-        row = torch.tensor(mine, dtype=torch.float64, device=engine.device)
-        rows = all_gather_rows(row, "the end of a step")
+        rows = all_gather_rows(self._row(), "the end of a step")
         loss = float(rows[:, 0].sum()) / self.supervised_tokens
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise RunError(
@@ -143,27 +149,58 @@ class Step:
         end_s = time.perf_counter()
         engine.record("optimizer", before_s, end_s, self.index)
         self._finished = True
-        engine._step_finished(self.plan, rows[:, 6:].tolist())
-        return self._report(loss, grad_norm, rows, end_s - self._begun_s)
+        engine._step_finished(self.plan, rows[:, _NUMBERS:].tolist())
+        report = self._report(loss, grad_norm, rows)
+        return replace(report, optimizer_s=end_s - before_s, step_s=end_s - self._begun_s)
 
-    def _report(self, loss: float, grad_norm: float, rows: Tensor, step_s: float) -> StepReport:
-        measured_s = float(rows[:, 2].max())
+    def _row(self) -> Tensor:
+        """What the others must know of this rank's step: numbers for `_report`, then durations of tasks."""
+        prepared = self._prepared
+        row = [
+            float(self.loss_sum),
+            self._busy_s,
+            self._work_ended_s - self._work_begun_s,
+            prepared.plan_wait_s + prepared.data_wait_s,
+            prepared.plan_wait_s,
+            prepared.data_wait_s,
+            self._ring_wait_s,
+            self._reduce_s,
+            self._work_begun_s - self._begun_s,
+        ]
+        most_tasks = max(len(self.plan.tasks_of(rank)) for rank in range(self.plan.cluster.ranks))
+        row += self._durations_s + [math.nan] * (most_tasks - len(self._durations_s))
+        return torch.tensor(row, dtype=torch.float64, device=self._engine.device)
+
+    def _report(self, loss: float, grad_norm: float, rows: Tensor) -> StepReport:
+        numbers = rows[:, :_NUMBERS].cpu().unbind(1)
+        _, busy, measured, exposed, plan_wait, data_wait, ring_wait, reduce, opening = numbers
+        measured_s, exposed_s = float(measured.max()), float(exposed.max())
+        idle = [max(0.0, 1.0 - float(b) / measured_s) if measured_s > 0 else 0.0 for b in busy]
+        samples = self.plan.samples
         return StepReport(
             step=self.index,
             loss=loss,
             grad_norm=grad_norm,
-            tokens=sum(sample.tokens for sample in self.plan.samples),
+            tokens=sum(sample.tokens for sample in samples),
             supervised_tokens=self.supervised_tokens,
             degrees=self.plan.degrees,
             predicted_s=self.plan.step_s,
             bound_s=self.plan.bound_s,
             measured_s=measured_s,
-            step_s=step_s,
+            step_s=0.0,  # it is not over
             plan_s=self._prepared.plan_s,
-            exposed_s=float(rows[:, 3].max()),
-            plan_wait_s=float(rows[:, 4].max()),
-            data_wait_s=float(rows[:, 5].max()),
-            idle_share=max(0.0, 1.0 - float(rows[:, 1].mean()) / measured_s) if measured_s > 0 else 0.0,
+            exposed_s=exposed_s,
+            plan_wait_s=float(plan_wait.max()),
+            data_wait_s=float(data_wait.max()),
+            idle_share=sum(idle) / len(idle),
+            pairs=sum(sample.attended_pairs for sample in samples),
+            longest_tokens=max(sample.tokens for sample in samples),
+            alone_s=self.plan.alone_s,
+            predicted_idle_share=self.plan.idle_share,
+            gather_s=max(0.0, float(opening.min()) - exposed_s),
+            ring_wait_s=float(ring_wait.mean()),
+            reduce_s=float(reduce.min()),
+            idle_shares=tuple(round(share, 4) for share in idle),
         )
 
 

@@ -7,6 +7,7 @@ communicator per pair.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -72,7 +73,12 @@ def likely_peers(rank: int, ranks: int, ranks_per_node: int) -> tuple[int, ...]:
 
 
 class GroupExchange:
-    """Implements `attention.exchange.Exchange` for one group."""
+    """Implements `attention.exchange.Exchange` for one group.
+
+    Attributes:
+        waits: when this rank began and ended to wait for messages (`time.perf_counter`). An accelerator waits
+            by itself, so there these are the times of its host.
+    """
 
     def __init__(self, transport: Transport, ranks: tuple[int, ...], kind: ExchangeKind) -> None:
         self._transport = transport
@@ -81,6 +87,7 @@ class GroupExchange:
         self.degree = len(ranks)
         self.kind: ExchangeKind = kind
         self.buffers = transport.buffers
+        self.waits: list[tuple[float, float]] = []
 
     def post(
         self,
@@ -102,7 +109,7 @@ class GroupExchange:
             works = dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as error:
             raise _peer_lost(ranks, error) from error
-        return PendingWorks(works, ranks, self._transport.rank, arriving)
+        return PendingWorks(works, ranks, self._transport.rank, arriving, self.waits)
 
 
 class PendingWorks:
@@ -114,8 +121,10 @@ class PendingWorks:
         ranks: tuple[int, ...],
         rank: int,
         arriving: Sequence[tuple[Message, int]],
+        waits: list[tuple[float, float]],
     ) -> None:
         self._works, self._ranks, self._rank, self._arriving = works, ranks, rank, arriving
+        self._waits = waits
 
     def wait(self) -> None:
         """Until every message has been sent or has arrived.
@@ -124,11 +133,13 @@ class PendingWorks:
             RankFailedError: a peer closed the connection or did not answer in time.
             DisagreementError: a message is not as long as this rank expects.
         """
+        begun_s = time.perf_counter()
         try:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
             raise _peer_lost(self._ranks, error) from error
+        self._waits.append((begun_s, time.perf_counter()))
         for message, peer in self._arriving:
             got, expected = int(message.length), message.payload_bytes
             if got != expected:

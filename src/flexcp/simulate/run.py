@@ -143,6 +143,7 @@ def _rank_time(plan: Plan, costs: StepCosts, times: StepTimes) -> RankTime:
 def _report(plan: Plan, step: int, times: StepTimes, time: RankTime, plan_s: float) -> StepReport:
     tokens = sum(sample.tokens for sample in plan.samples)
     measured_s, exposed_s = float(times.last_end_s.max()), times.opened_s - times.begun_s
+    ranks = plan.cluster.ranks
     return StepReport(
         step=step,
         loss=None,
@@ -156,8 +157,26 @@ def _report(plan: Plan, step: int, times: StepTimes, time: RankTime, plan_s: flo
         step_s=exposed_s + times.end_s,
         plan_s=plan_s,
         exposed_s=exposed_s,
-        idle_share=time.idle_s / (measured_s * plan.cluster.ranks),
+        idle_share=time.idle_s / (measured_s * ranks),
+        plan_wait_s=exposed_s if times.awaited == "plan" else 0.0,
+        data_wait_s=exposed_s if times.awaited == "data" else 0.0,
+        pairs=sum(sample.attended_pairs for sample in plan.samples),
+        longest_tokens=max(sample.tokens for sample in plan.samples),
+        alone_s=plan.alone_s,
+        predicted_idle_share=plan.idle_share,
+        ring_wait_s=time.messages_s / ranks,
+        reduce_s=time.reduce_s / ranks,
+        optimizer_s=time.optimizer_s / ranks,
+        idle_shares=_idle_shares(plan, times.tasks, measured_s),
     )
+
+
+def _idle_shares(plan: Plan, times: TaskTimes, makespan_s: float) -> tuple[float, ...]:
+    """Of each rank, until the last task ends."""
+    busy_s = np.zeros(plan.cluster.ranks)
+    for task, seconds in zip(plan.tasks, times.end_s - times.start_s, strict=True):
+        busy_s[list(task.ranks)] += seconds
+    return tuple(np.round(np.maximum(0.0, 1.0 - busy_s / makespan_s), 4).tolist())
 
 
 def _failed(failure: Failure, step: int) -> RankFailedError:

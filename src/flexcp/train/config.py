@@ -61,6 +61,12 @@ class ParallelSection(_Section):
     sharding: Literal["ddp", "fsdp2"] = "fsdp2"
     policy: str = "flexcp"
     hardware: str = Field(default="cpu", description="a preset, or the .json of `flexcp profile`")
+    peak_flops_per_s: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="of one rank, for the MFU; unset: the preset's (of a calibration, none but on CPU)",
+    )
     tokens_per_rank: int | None = Field(default=None, ge=1, description="unset: from the hardware's memory")
     memory_margin: float = Field(default=MARGIN, ge=0, lt=1, description="share of it that stays free")
     ranks_per_node: int = Field(default=8, ge=1)
@@ -95,6 +101,9 @@ class RunSection(_Section):
         default=0, ge=0, description="steps between checkpoints; 0: only at the end"
     )
     keep_checkpoints: int = Field(default=2, ge=1)
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+        default=("tensorboard",), description="where curves go; wandb needs flexcp[wandb]"
+    )
     timeout_s: float = Field(
         default=600.0, gt=0, le=7 * 86400, description="a rank that is silent for longer ends the run"
     )

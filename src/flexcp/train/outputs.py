@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: progress on the terminal, metrics, TensorBoard events, a timeline.
+"""What a run shows and leaves behind: progress on the terminal, metrics, curves, a timeline.
 
 Only rank 0 writes and draws; on the other ranks every method is silent.
 """
@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.text import Text
 from torch import nn
 
 from flexcp.core.errors import ConfigError
@@ -24,24 +23,26 @@ from flexcp.core.run_folder import RunInfo, metrics_path, trace_path
 from flexcp.core.trace import read_spans, to_perfetto
 from flexcp.cost.correction import TERMS, Correction
 from flexcp.planner import Planner
-from flexcp.report.tables import format_degrees
+from flexcp.report.advice import advice, figures_of
+from flexcp.report.summary import STEP_HEADER, step_line, summary
 from flexcp.train.config import TrainConfig, to_json
 from flexcp.train.corpus import Corpus
+from flexcp.train.trackers import Tracker, make_trackers
 
 
 class Outputs:
     """The run folder and the terminal.
 
     Args:
-        folder: the run folder; made if missing.
-        steps: steps of the whole run.
+        config: the run; its folder is made if missing.
         first_step: where this run starts; what an earlier, longer attempt wrote from there on is dropped.
         rank: only rank 0 writes.
         shown: whether to draw on the terminal.
     """
 
-    def __init__(self, folder: Path, steps: int, first_step: int, *, rank: int, shown: bool) -> None:
-        self._folder = folder
+    def __init__(self, config: TrainConfig, first_step: int, *, rank: int, shown: bool) -> None:
+        self._config = config
+        self._folder = folder = config.run.folder
         self._first = rank == 0
         self._console = Console(quiet=not shown, soft_wrap=True)
         self._bar = Progress(
@@ -53,22 +54,20 @@ class Outputs:
             disable=not (shown and sys.stdout.isatty()),
             transient=True,
         )
-        self._steps = steps
+        self._steps = config.run.steps
         self._first_step = first_step
         self._tasks: dict[str, TaskID] = {}
         self._reports: list[StepReport] = []
         self._correction: Correction | None = None
-        self._board = None
+        self._info: RunInfo | None = None
+        self._trackers: list[Tracker] = []
         if self._first:
-            from torch.utils.tensorboard import SummaryWriter
-
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(
                     f"run.folder {folder} cannot be made ({error.strerror})", "Choose another one."
                 ) from error
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step or None)
             _drop_metrics(metrics_path(folder), first_step)
 
     def __enter__(self) -> Outputs:
@@ -79,8 +78,8 @@ class Outputs:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()
-        if self._board is not None:
-            self._board.close()
+        for tracker in self._trackers:
+            tracker.close(failed=error is not None)
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Long work before step 0."""
@@ -88,12 +87,20 @@ class Outputs:
             self._tasks[what] = self._bar.add_task(what, total=total)
         self._bar.update(self._tasks[what], completed=done, visible=done < total)
 
-    def describe(self, config: TrainConfig, corpus: Corpus, model: nn.Module, planner: Planner) -> None:
-        """What is about to run."""
+    def describe(self, corpus: Corpus, model: nn.Module, planner: Planner) -> None:
+        """What is about to run; curves begin here.
+
+        Raises:
+            MissingExtraError, ConfigError: see `train.trackers`.
+        """
         if not self._first:
             return
-        (self._folder / "config.json").write_text(to_json(config))
-        run_info(config, planner).write(self._folder)
+        (self._folder / "config.json").write_text(to_json(self._config))
+        self._info = run_info(self._config, planner)
+        self._info.write(self._folder)
+        for tracker in make_trackers(self._config.run.trackers, self._folder, self._first_step):
+            tracker.start(self._config.model_dump(mode="json"))
+            self._trackers.append(tracker)
         lengths = corpus.train.lengths
         parameters = sum(parameter.numel() for parameter in model.parameters())
         cluster = planner.cluster
@@ -108,7 +115,7 @@ class Outputs:
             self._console.print(str(skipped), style="yellow", markup=False, highlight=False)
         if self._first_step:
             self._console.print(f"[cyan]resumed at step {self._first_step}[/]", highlight=False)
-        self._console.print(_HEADER, style="bold", highlight=False)
+        self._console.print(STEP_HEADER, style="bold", highlight=False)
 
     def step(self, report: StepReport, lr: float, correction: Correction | None = None) -> None:
         """One finished step, and what has been learnt of the costs until its end."""
@@ -116,18 +123,24 @@ class Outputs:
         self.progress("training", report.step + 1, self._steps)
         if not self._first:
             return
-        self._console.print(_line(report), highlight=False)
+        self._console.print(step_line(report), highlight=False)
         record = {**report.to_record(), "lr": lr}
         if correction is not None:
             self._correction = correction
             record["cost_factors"] = dict(zip(TERMS, correction.factors, strict=True))
-            for name, factor in record["cost_factors"].items():
-                self._scalar(f"cost/{name}", factor, report.step)
+            self._log(
+                report.step, {f"cost/{name}": factor for name, factor in record["cost_factors"].items()}
+            )
         self._append(record)
-        for name in ("loss", "grad_norm", "lr", "tokens_per_s", "gap", "idle_share"):
-            self._scalar(f"train/{name}", record[name], report.step)
-        for name in ("predicted_s", "measured_s", "step_s", "plan_s", "plan_wait_s", "data_wait_s"):
-            self._scalar(f"time/{name}", record[name], report.step)
+        rates = ("loss", "grad_norm", "lr", "tokens_per_s", "gap", "idle_share", "mfu")
+        times = ("predicted_s", "measured_s", "step_s", "plan_s")
+        parts = {f"time/{name.replace(' ', '_')}_s": seconds for name, seconds in report.parts_s.items()}
+        self._log(
+            report.step,
+            {f"train/{name}": record[name] for name in rates if record[name] is not None}
+            | {f"time/{name}": record[name] for name in times}
+            | parts,
+        )
 
     def notice(self, text: str) -> None:
         """Something that the user should know and that stops nothing."""
@@ -139,7 +152,7 @@ class Outputs:
         if self._first:
             self._console.print(f"[cyan]evaluation after {done} steps: loss {loss:.4f}[/]", highlight=False)
             self._append({"evaluated_after": done, "eval_loss": loss})
-            self._scalar("eval/loss", loss, done)
+            self._log(done, {"eval/loss": loss})
 
     def saved(self, path: Path) -> None:
         """A checkpoint was written."""
@@ -154,23 +167,38 @@ class Outputs:
         spans = (span for path in traces for span in read_spans(path))
         (self._folder / "timeline.json").write_text(to_perfetto(spans))
         if self._reports:
-            self._console.print(_summary(self._reports, eval_losses, self._correction))
+            self._conclude(eval_losses)
+        board = f"  tensorboard --logdir {self._folder / 'tensorboard'}\n"
         self._console.print(
             f"run folder {self._folder}\n"
-            f"  tensorboard --logdir {self._folder / 'tensorboard'}\n"
+            f"{board if 'tensorboard' in self._config.run.trackers else ''}"
             f"  timeline.json opens in ui.perfetto.dev\n"
             f"  flexcp report {self._folder} makes one page of it",
             markup=False,
             highlight=False,
         )
 
+    def _conclude(self, eval_losses: dict[int, float]) -> None:
+        """What the run came to, where the time went, and what to do about it."""
+        figures = figures_of(self._reports)
+        learnt = dict(zip(TERMS, self._correction.factors, strict=True)) if self._correction else {}
+        self._console.print(summary(self._reports, eval_losses, figures, learnt))
+        if self._info is not None:
+            for text in advice(figures, self._info):
+                self._console.print(Text("do: ", "green").append(text, "default"), highlight=False)
+        values = {f"share/{name}": share for name, share in figures.parts.items()}
+        values |= {"step_s": figures.step_s, "prediction_error": figures.error, "idle_share": figures.idle}
+        values |= {} if figures.mfu is None else {"mfu": figures.mfu}
+        for tracker in self._trackers:
+            tracker.summary(values)
+
     def _append(self, record: dict[str, object]) -> None:
         with metrics_path(self._folder).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
-    def _scalar(self, name: str, value: object, step: int) -> None:
-        if self._board is not None:
-            self._board.add_scalar(name, value, step)
+    def _log(self, step: int, values: dict[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.log(step, values)
 
 
 def run_info(config: TrainConfig, planner: Planner) -> RunInfo:
@@ -216,57 +244,3 @@ def _drop_metrics(path: Path, first_step: int) -> None:
         if record.get("step", -1) < first_step and record.get("evaluated_after", 0) <= first_step
     ]
     path.write_text("".join(kept), encoding="utf-8")
-
-
-_HEADER = (
-    f"{'step':>4} {'loss':>7} {'tok/s':>7}  {'degree×groups':<18}{'predicted':>9}{'measured':>9}"
-    f" {'gap':>5} {'idle':>4} {'plan':>6} {'wait':>6}"
-)
-
-
-def _loss(report: StepReport) -> str:
-    return "–" if report.loss is None else f"{report.loss:.4f}"
-
-
-def _line(report: StepReport) -> str:
-    """One step in 80 columns."""
-    return (
-        f"{report.step:>4} {_loss(report):>7} {report.tokens_per_s:>7,.0f}  "
-        f"{format_degrees(report.degrees):<18} {report.predicted_s:>7.2f}s {report.measured_s:>7.2f}s"
-        f" {report.gap:>5.3f} {report.idle_share:>4.0%} {report.plan_s * 1e3:>4.0f}ms"
-        f" {report.exposed_s * 1e3:>4.0f}ms"
-    )
-
-
-def _summary(
-    reports: Sequence[StepReport], eval_losses: dict[int, float], correction: Correction | None
-) -> Table:
-    table = Table(title="Run", show_header=False)
-    table.add_column(style="bold")
-    table.add_column(justify="right")
-    steps_s = sum(report.step_s for report in reports)
-    degrees: dict[int, int] = {}
-    for report in reports:
-        for degree, count in report.degrees.items():
-            degrees[degree] = degrees.get(degree, 0) + count
-    table.add_row("steps", str(len(reports)))
-    table.add_row("loss, first → last", f"{_loss(reports[0])} → {_loss(reports[-1])}")
-    for done, loss in eval_losses.items():
-        table.add_row(f"evaluation loss after {done}", f"{loss:.4f}")
-    table.add_row("tokens/s", f"{sum(report.tokens for report in reports) / steps_s:,.0f}")
-    table.add_row("degree×groups", format_degrees(dict(sorted(degrees.items()))))
-    predicted = sum(report.predicted_s for report in reports)
-    measured = sum(report.measured_s for report in reports)
-    table.add_row("predicted / measured time of tasks", f"{predicted:.1f} s / {measured:.1f} s")
-    if correction is not None:
-        for name, factor in zip(TERMS, correction.factors, strict=True):
-            table.add_row(f"learnt: {name}", f"× {factor:.2f}")
-    table.add_row("gap to the bound, mean", f"{sum(report.gap for report in reports) / len(reports):.3f}")
-    table.add_row("planning, mean", f"{1e3 * sum(r.plan_s for r in reports) / len(reports):.0f} ms")
-    later = reports[1:]  # the first step has nothing to hide its plan and data behind
-    later_s = sum(report.step_s for report in later) or 1.0
-    plan_wait = sum(report.plan_wait_s for report in later) / later_s
-    data_wait = sum(report.data_wait_s for report in later) / later_s
-    table.add_row("waited for the first plan and data", f"{reports[0].exposed_s:.2f} s")
-    table.add_row("waited later for plans, for data", f"{plan_wait:.2%}, {data_wait:.2%} of the time")
-    return table

@@ -40,6 +40,7 @@ from flexcp.train.config import OptimizerSection, TrainConfig
 from flexcp.train.corpus import Corpus, open_corpus
 from flexcp.train.model import build_model, compute_dtype, model_config
 from flexcp.train.outputs import Outputs
+from flexcp.train.utilization import Utilization, peak_flops_per_s
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,13 @@ def train(world: World, config: TrainConfig, resume: bool = False, quiet: bool =
     checkpoint = checkpoint_to_resume(run.folder, resume)
     first_step = read_state(checkpoint)["step"] if checkpoint else 0
     shown = world.rank == 0 and not quiet
-    with Outputs(run.folder, run.steps, first_step, rank=world.rank, shown=shown) as outputs:
+    with Outputs(config, first_step, rank=world.rank, shown=shown) as outputs:
         capacity = partial(_capacity_tokens, config, world)
         corpus = open_corpus(config.data, capacity, run.seed, outputs.progress)
         planner, model = _build(config, corpus, world)
         optimizer = _optimizer(model, config.optimizer)
         schedule = LambdaLR(optimizer, partial(learning_rate_factor, config.optimizer, run.steps))
-        outputs.describe(config, corpus, model, planner)
+        outputs.describe(corpus, model, planner)
         for text in _calibration_notices(config, corpus, world):
             outputs.notice(text)
         with contextlib.ExitStack() as stack:
@@ -98,7 +99,8 @@ def train(world: World, config: TrainConfig, resume: bool = False, quiet: bool =
             )
             if corpus.evaluation is not None:
                 engine.check(corpus.evaluation)
-            loop = _Loop(config, corpus, model, optimizer, schedule, engine, outputs)
+            utilization = _utilization(config, corpus, world, outputs.notice)
+            loop = _Loop(config, corpus, model, optimizer, schedule, engine, outputs, utilization)
             if checkpoint:
                 loop.resume(checkpoint)
             loop.run()
@@ -119,9 +121,11 @@ class _Loop:
         schedule: LambdaLR,
         engine: Engine,
         outputs: Outputs,
+        utilization: Utilization,
     ) -> None:
         self.config, self.corpus, self.model, self.optimizer = config, corpus, model, optimizer
         self.schedule, self.engine, self.outputs = schedule, engine, outputs
+        self.utilization = utilization
         self.reports: list[StepReport] = []
         self.eval_losses: dict[int, float] = {}
         self.forward = _forward(model, config)
@@ -134,7 +138,7 @@ class _Loop:
             for step in self.engine:
                 for micro in step:
                     step.backward(self.forward(micro), micro)
-                report = step.finish()
+                report = self.utilization.measure(step.finish())
                 self.reports.append(report)
                 self.outputs.step(report, self.optimizer.param_groups[0]["lr"], self.engine.correction)
                 done = step.index + 1
@@ -224,16 +228,27 @@ def _build(config: TrainConfig, corpus: Corpus, world: World) -> tuple[Planner, 
     parallel = config.parallel
     hf_config = model_config(config.model, corpus.vocab, corpus.longest)
     shape = shape_of(hf_config)
-    # Ranks on one CPU share its cores; an accelerator belongs to its rank alone.
-    speed = num_cores() / world.local_size if world.device.type == "cpu" else 1.0
-    cost = cost_model(
-        shape, hardware_at(parallel.hardware), checkpointing=config.run.gradient_checkpointing, speed=speed
-    )
+    checkpointing, speed = config.run.gradient_checkpointing, _speed(world)
+    cost = cost_model(shape, hardware_at(parallel.hardware), checkpointing=checkpointing, speed=speed)
     cluster = Cluster(world.size, _tokens_per_rank(config, world, shape), parallel.ranks_per_node)
     planner = Planner(cluster, cost, policy=parallel.policy, whole_below_tokens=parallel.whole_below_tokens)
     model = build_model(hf_config, config.run, world.device)
     dtype = torch.bfloat16 if config.run.dtype == "bf16" else None
     return planner, shard(model, parallel.sharding, blocks=blocks_of(model), param_dtype=dtype)
+
+
+def _speed(world: World) -> float:
+    """Ranks on one CPU share its cores; an accelerator belongs to its rank alone."""
+    return num_cores() / world.local_size if world.device.type == "cpu" else 1.0
+
+
+def _utilization(
+    config: TrainConfig, corpus: Corpus, world: World, notice: Callable[[str], object]
+) -> Utilization:
+    cpu = world.device.type == "cpu"
+    shape = shape_of(model_config(config.model, corpus.vocab, corpus.longest))
+    peak = peak_flops_per_s(config.parallel, cpu=cpu, speed=_speed(world))
+    return Utilization(shape, peak, world.size, config.parallel.hardware, cpu=cpu, notice=notice)
 
 
 def _calibration_notices(config: TrainConfig, corpus: Corpus, world: World) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -11,6 +10,7 @@ from flexcp.core.errors import InputError
 from flexcp.core.jsonl import ends_whole
 from flexcp.core.metrics import StepReport
 from flexcp.core.run_folder import RunInfo, metrics_path, read_info, read_reports
+from flexcp.report.advice import Figures, advice, figures_of
 from flexcp.report.page.comparison import compare_policies
 from flexcp.report.page.limits import MOST_DOTS, MOST_RANK_FILES, MOST_STEPS, shown_ranks
 from flexcp.report.page.spans import Traces, read_traces
@@ -26,9 +26,8 @@ from flexcp.report.page.subject import (
     no_such_step,
     spread,
 )
+from flexcp.report.summary import format_share
 from flexcp.report.tables import format_seconds
-
-_TRUSTED = 0.10  # predictions that are off by less call for nothing
 
 
 def subject_of_run(folder: Path, step: int | None = None) -> Subject:
@@ -52,17 +51,18 @@ def subject_of_run(folder: Path, step: int | None = None) -> Subject:
         _timeline(info, traces, step, bounds[step]) for step in chosen if traces.steps[step].tasks
     )
     policies, why_not = compare_policies(info, traces, timelines)
-    verdict, advice, good = _verdict(info, reports, _last_rank(timelines))
+    figures = figures_of(reports)
+    todo = advice(figures, info)
     rows = shown_ranks(info.cluster.ranks)
     notices = [*traces.notices, *_notices(folder, info, reports, rows, read, chosen), *why_not]
     return Subject(
         title=folder.resolve().name,
         subtitle=f"{info.model} on {info.cluster.ranks:,} × {info.hardware}",
         origin=info.origin,
-        verdict=verdict,
-        advice=advice,
-        good=good,
-        facts=_facts(info, reports),
+        verdict=_verdict(info, reports, figures),
+        advice=todo,
+        good=not todo,
+        facts=_facts(info, reports, figures),
         notices=tuple(notices),
         cluster=info.cluster,
         mode=info.mode,
@@ -85,6 +85,7 @@ def subject_of_run(folder: Path, step: int | None = None) -> Subject:
         baseline="static" if any(row.name == "static" and not row.refusal for row in policies) else "",
         policy=info.policy,
         pairs=_pairs(timelines),
+        parts=figures.parts,
     )
 
 
@@ -118,7 +119,8 @@ def _timeline(info: RunInfo, traces: Traces, step: int, bound_s: float) -> Timel
         start_s = max(start for start, _ in task.by_rank.values())
         end_s = max(end for _, end in task.by_rank.values())
         by_rank = {r: (a - origin_s, b - origin_s) for r, (a, b) in task.by_rank.items() if r in shown}
-        measured.append(Box(*same, start_s - origin_s, end_s - origin_s, task.wave, by_rank))
+        span_s = (start_s - origin_s, end_s - origin_s)
+        measured.append(Box(*same, *span_s, task.wave, by_rank, task.ring_wait_s))
     marks = tuple(
         mark.shifted(-origin_s) for mark in seen.marks if mark.rank in shown and mark.end_s > origin_s
     )
@@ -163,70 +165,36 @@ def _degrees(reports: Sequence[StepReport], traces: Traces) -> tuple[DegreeShare
     return tuple(DegreeShare(d, tasks[d], traces.rank_s.get(d, 0.0)) for d in sorted(tasks))
 
 
-def prediction_error(reports: Sequence[StepReport]) -> float:
-    """Mean of |measured / predicted - 1| over the steps; the first is warming up where there are more."""
-    warm = reports[1:] or reports
-    return fmean(abs(report.measured_s / report.predicted_s - 1.0) for report in warm)
-
-
-def _last_rank(timelines: Sequence[Timeline]) -> str:
-    """The rank that all others wait for, if it is one and the same in most timelines."""
-    last = []
-    for timeline in timelines:
-        ends = {rank: end for box in timeline.panels[1].boxes for rank, (_, end) in box.by_rank.items()}
-        last.append(max(ends, key=lambda rank: ends[rank], default=-1))
-    rank, times = Counter(last).most_common(1)[0] if last else (-1, 0)
-    if rank < 0 or times < 3 or 2 * times <= len(last):
-        return ""
-    return f"Rank {rank} ends last in {times} of {len(last)} timelines: is it slower than the others?"
-
-
-def _verdict(
-    info: RunInfo, reports: Sequence[StepReport], last_rank: str
-) -> tuple[str, tuple[str, ...], bool]:
-    """What a colleague should hear first, what to do about it, and whether that is nothing."""
+def _verdict(info: RunInfo, reports: Sequence[StepReport], figures: Figures) -> str:
+    """What a colleague should hear first."""
     warm = reports[1:] or reports
     ratio = sum(r.measured_s for r in warm) / sum(r.predicted_s for r in warm)
     gap = sum(r.predicted_s for r in reports) / sum(r.bound_s for r in reports)
     waited = sum(r.exposed_s for r in reports) / sum(r.step_s for r in reports)
     idle = fmean(r.idle_share for r in reports)
-    error = prediction_error(reports)
     slower = "as predicted" if abs(ratio - 1) < 0.005 else f"{ratio:.2f}× the predicted"
     times = f"{info.origin} step times"
     when = f"After the first step, {times}" if len(reports) > 1 else times.capitalize()
-    verdict = (
+    return (
         f"{info.policy} plans {gap - 1:.1%} above the bound. {when} are {slower} "
-        f"(a step is off by {error:.1%} on average). "
+        f"(a step is off by {figures.error:.1%} on average). "
         f"Ranks are without a task for {idle:.1%} of the time; "
         f"{waited:.1%} is spent waiting for plans and data."
     )
-    advice: list[str] = []
-    if error > _TRUSTED and info.origin == "measured":
-        advice.append(
-            "Predictions are too far off to plan by. Measure this machine with flexcp profile "
-            '--out machine.json, then set parallel.hardware = "machine.json".'
-        )
-    if idle > 0.10:
-        who = last_rank or "The timeline shows for whom: look for the boxes that end last."
-        advice.append(f"Ranks wait a lot. {who}")
-    if waited > 0.02:
-        advice.append(
-            "Steps wait for planning or data. Put data on a faster disk, or free a core for rank 0."
-        )
-    return verdict, tuple(advice), not advice
 
 
-def _facts(info: RunInfo, reports: Sequence[StepReport]) -> tuple[tuple[str, str], ...]:
+def _facts(info: RunInfo, reports: Sequence[StepReport], figures: Figures) -> tuple[tuple[str, str], ...]:
     steps_s = sum(report.step_s for report in reports)
     return (
         ("a step", format_seconds(steps_s / len(reports))),
-        ("prediction off by", f"{prediction_error(reports):.1%}"),
+        ("prediction off by", f"{figures.error:.1%}"),
         (
             "above the bound",
             f"{sum(r.predicted_s for r in reports) / sum(r.bound_s for r in reports) - 1:.1%}",
         ),
         ("idle", f"{fmean(report.idle_share for report in reports):.1%}"),
         ("tokens/s", f"{sum(report.tokens for report in reports) / steps_s:,.0f}"),
+        *([] if figures.mfu is None else [("MFU", format_share(figures.mfu, 1))]),
         *_losses(reports),
         ("steps", f"{reports[0].step} to {reports[-1].step}"),
         ("policy", info.policy),

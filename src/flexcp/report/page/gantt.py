@@ -120,10 +120,11 @@ def _tip(box: Box) -> str:
     longest = f", longest {max(box.tokens):,}" if len(box.tokens) > 1 else ""
     where = format_ranks(box.ranks) if len(box.ranks) <= 64 else f"{min(box.ranks)} … {max(box.ranks)}"
     known = f"ranks {where}" if len(box.ranks) == box.degree else f"among them {where}"
+    waited = f"\nwaited {format_seconds(box.ring_wait_s)} for messages" if box.ring_wait_s else ""
     return (
         f"{samples}, {sum(box.tokens):,} tokens{longest}\n"
         f"degree {box.degree}: {known}\n"
-        f"{format_seconds(box.end_s - box.start_s)}, from {box.start_s:.3f} s to {box.end_s:.3f} s"
+        f"{format_seconds(box.end_s - box.start_s)}, from {box.start_s:.3f} s to {box.end_s:.3f} s{waited}"
     )
 
 

@@ -48,6 +48,8 @@ def sections(subject: Subject) -> list[Section]:
     found = [_steps(subject), _gaps(subject)]
     if subject.timelines:
         found.insert(0, _timeline(subject))
+    if subject.parts:
+        found.append(_parts(subject))
     if subject.pairs:
         found.append(_prediction(subject))
     if subject.policies:
@@ -207,6 +209,20 @@ def _curve_table(
         ["step", *(curve.name for curve in curves)],
         [[f"{step}", *(form(curve.values[index]) for curve in curves)] for index, step in enumerate(steps)],
     )
+
+
+def _parts(subject: Subject) -> Section:
+    names, shares = list(subject.parts), [100 * share for share in subject.parts.values()]
+    texts = [f"{share:.1f} %" for share in shares]
+    tips = [f"{name}\n{text} of the time" for name, text in zip(names, texts, strict=True)]
+    scale = charts.linear(0.0, max(shares), "share, %")
+    look = (
+        "Shares of the time of a step, mean of the ranks and of the steps after the first. Look for anything "
+        "beside compute: waits for plan, data or messages, idle ranks, and what any step costs."
+    )
+    drawing = charts.bars(names, [("main", shares)], scale, tips, "part of a step")
+    table = (["part", "share"], list(zip(names, texts, strict=True)))
+    return Section("parts", "Where the time went", look, drawing, table)
 
 
 def _prediction(subject: Subject) -> Section:

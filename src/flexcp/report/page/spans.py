@@ -15,7 +15,10 @@ from flexcp.report.page.subject import LengthCounter, Mark
 
 @dataclass(slots=True)
 class SeenTask:
-    """One task, put together from the spans of its ranks; seconds on their clocks."""
+    """One task, put together from the spans of its ranks; seconds on their clocks.
+
+    `ring_wait_s` is of the rank that waited longest for messages of the group.
+    """
 
     degree: int
     samples: tuple[int, ...]
@@ -24,6 +27,7 @@ class SeenTask:
     predicted_s: float
     wave: int
     by_rank: dict[int, tuple[float, float]] = field(default_factory=dict)
+    ring_wait_s: float = 0.0
 
 
 class SeenStep:
@@ -41,6 +45,8 @@ class SeenStep:
     def add(self, span: Span) -> None:
         """One span of one rank."""
         detail = span.detail or {}
+        if span.name == "ring wait":
+            return  # inside of its task, whose span has the sum
         if span.name != "task":
             self.marks.append(SeenMark(span.rank, span.name, span.start_s, span.end_s))
             return
@@ -55,7 +61,10 @@ class SeenStep:
                 predicted_s=number(detail["predicted_s"], "predicted_s", 0.0),
                 wave=whole(detail["wave"], "wave"),
             )
-        self._tasks[key].by_rank[span.rank] = (span.start_s, span.end_s)
+        task = self._tasks[key]
+        task.by_rank[span.rank] = (span.start_s, span.end_s)
+        waited_s = number(detail.get("ring_wait_s", 0.0), "ring_wait_s", 0.0)  # simulated tasks have none
+        task.ring_wait_s = max(task.ring_wait_s, waited_s)
 
 
 class SeenMark(Mark):

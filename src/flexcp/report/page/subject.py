@@ -37,6 +37,7 @@ class Box:
     end_s: float
     wave: int = 0
     by_rank: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    ring_wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,7 @@ class Subject:
         focus: the step whose timeline shows first.
         curves: seconds a step; `gaps`: ratios a step; both over `steps`.
         pairs: predicted and measured seconds of each task of the timelines, with a word on it.
+        parts: share of the time of a step by what it went to; none of a plan.
     """
 
     title: str
@@ -160,6 +162,7 @@ class Subject:
     baseline: str
     policy: str
     pairs: tuple[tuple[float, float, str], ...] = ()
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 def no_such_step(step: int, steps: Sequence[int]) -> InputError:
