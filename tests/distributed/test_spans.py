@@ -15,8 +15,18 @@ from tests.harness import run_ranks
 from tests.models import ListDataset, tiny_model
 
 LENGTHS = [90, 12, 80, 5]  # 90 and 80 tokens need both ranks
-LATE_S = 0.5
+LATE_S, AT_LEAST_S = 1.0, 0.4  # a busy machine may keep the one who waits from coming early
 LATE_TO_A_TASK, LATE_TO_THE_END = 1, 2  # steps
+
+
+def meet_late(sign: Path, *, early: bool) -> None:
+    """One rank leaves a sign and goes on; the other comes later than that by `LATE_S`."""
+    if early:
+        sign.touch()
+        return
+    while not sign.exists():
+        time.sleep(0.01)
+    time.sleep(LATE_S)
 
 
 def train_with_a_late_rank(world: Any, folder: Path) -> list[StepReport]:
@@ -34,11 +44,11 @@ def train_with_a_late_rank(world: Any, folder: Path) -> list[StepReport]:
         with engine:
             for step in engine:
                 for micro in step:
-                    if micro.task.degree == 2 and (step.index, world.rank) == (LATE_TO_A_TASK, 1):
-                        time.sleep(LATE_S)
+                    if micro.task.degree == 2 and step.index == LATE_TO_A_TASK:
+                        meet_late(folder / "task", early=world.rank == 0)
                     step.backward(model(**micro.inputs), micro)
-                if (step.index, world.rank) == (LATE_TO_THE_END, 0):
-                    time.sleep(LATE_S)
+                if step.index == LATE_TO_THE_END:
+                    meet_late(folder / "end", early=world.rank == 1)
                 reports.append(step.finish())
     return reports
 
@@ -57,7 +67,7 @@ def test_who_waits_for_what_is_seen(tmp_path: Path) -> None:
 
     waits = of(spans[0], "ring wait", LATE_TO_A_TASK)
     longest = max(waits, key=lambda span: span.end_s - span.start_s)
-    assert longest.end_s - longest.start_s > 0.9 * LATE_S
+    assert longest.end_s - longest.start_s > AT_LEAST_S
     tasks = of(spans[0], "task", LATE_TO_A_TASK)
     holder = [t for t in tasks if t.start_s <= longest.start_s and longest.end_s <= t.end_s]
     assert len(holder) == 1
@@ -65,13 +75,13 @@ def test_who_waits_for_what_is_seen(tmp_path: Path) -> None:
     seen_s = sum(wait.end_s - wait.start_s for wait in inside)
     assert holder[0].detail is not None
     assert seen_s <= holder[0].detail["ring_wait_s"] <= holder[0].end_s - holder[0].start_s
-    assert here[LATE_TO_A_TASK].ring_wait_s > 0.9 * LATE_S / 2
+    assert here[LATE_TO_A_TASK].ring_wait_s > AT_LEAST_S / 2
 
     late, waiting = (of(spans[rank], "reduce", LATE_TO_THE_END)[0] for rank in range(2))
-    assert waiting.end_s - waiting.start_s > 0.9 * LATE_S
+    assert waiting.end_s - waiting.start_s > AT_LEAST_S
     report = here[LATE_TO_THE_END]
     assert report.reduce_s == pytest.approx(late.end_s - late.start_s)
-    assert report.parts_s["idle"] > 0.9 * LATE_S
+    assert report.parts_s["idle"] > AT_LEAST_S
     assert min(report.idle_shares) > 0.0
 
     for mine, other in zip(here, there, strict=True):
