@@ -101,6 +101,27 @@ def test_a_run_is_read_back_as_it_was_written(run: Path) -> None:
     assert any("flexcp profile" in advice for advice in subject.advice)
 
 
+def test_where_the_time_went_is_shown(run: Path) -> None:
+    """Parts as a plot, waits for messages beside their task and not as marks, MFU among the facts."""
+    metrics, trace = run / "metrics.jsonl", trace_path(run, 0, 0)
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(json.dumps({**record, "mfu": 0.413}) + "\n" for record in records))
+    spans = [json.loads(line) for line in trace.read_text().splitlines()]
+    task = next(span for span in spans if span["name"] == "task")
+    task["detail"]["ring_wait_s"] = 0.0123
+    waits = {**task, "name": "ring wait", "detail": None}
+    trace.write_text("".join(json.dumps(span) + "\n" for span in [*spans, waits]))
+    subject = subject_of_run(run)
+    text = page(subject)
+
+    assert sum(subject.parts.values()) == pytest.approx(1.0)
+    assert subject.parts["compute"] > 0.5
+    assert 'id="parts"' in text
+    assert text.count("waited 12.3 ms for messages") == 1
+    assert "ring wait, " not in text
+    assert ("MFU", "41.3%") in subject.facts
+
+
 def test_other_policies_are_planned_for_the_samples_of_the_run(run: Path) -> None:
     """The run's own policy is last and is what the run had."""
     subject = subject_of_run(run)
