@@ -82,6 +82,27 @@ def test_environment_variables_only_at_the_launcher():
     assert touching <= {"src/flexcp/runtime/launch.py"}
 
 
+def test_nothing_from_outside_is_unpickled():
+    """The launcher talks to its children; `safe_reader` knows a list of names; weights load as weights."""
+    pickling, unsafe = set(), []
+    for name, tree in trees(sources()):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import) and any(
+                a.name in {"pickle", "dill", "shelve"} for a in node.names
+            ):
+                pickling.add(name)
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "load":
+                said = {k.arg: getattr(k.value, "value", None) for k in node.keywords}
+                module = getattr(node.func.value, "id", "")  # type: ignore[attr-defined]
+                if (module == "torch" and said.get("weights_only") is not True) or (
+                    module == "np" and said.get("allow_pickle") is not False
+                ):
+                    unsafe.append(f"{name}:{node.lineno}")
+
+    assert pickling <= {"src/flexcp/runtime/launch.py", "src/flexcp/runtime/safe_reader.py"}
+    assert unsafe == []
+
+
 def test_imports_point_down_only():
     """The layers of pyproject.toml hold."""
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from flexcp.core.errors import CheckpointError
 from flexcp.runtime.collectives import raise_together
+from flexcp.runtime.safe_reader import SafeLoadPlanner, SafeReader
 
 _STATE = "flexcp.json"
 _SCHEMA = "flexcp.checkpoint/1"
@@ -86,13 +87,15 @@ def _together(part: Callable[[], None], step: int, aside: Path) -> None:
 def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read weights and optimizer states; all ranks call it. The rest of it is `read_state`.
 
+    Nothing in the files can run; see `runtime.safe_reader`.
+
     Raises:
         CheckpointError: not a checkpoint, another version, or weights of another shape.
     """
     weights, optimizer_state = get_state_dict(model, optimizer)
     loaded: dict[str, Any] = {"model": weights, "optimizer": optimizer_state}
     try:
-        load(loaded, checkpoint_id=path)
+        load(loaded, storage_reader=SafeReader(path), planner=SafeLoadPlanner())
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
             f"{path} does not fit this model: {_cause(error)}",

@@ -1,0 +1,92 @@
+"""Reads checkpoints of torch.distributed.checkpoint without trusting them.
+
+torch reads the table of contents (`.metadata`) and every value that is no tensor with a full unpickler, which
+runs whatever a file says. Here the table is read by an unpickler that knows a short list of names, and values
+as weights only; tensors torch reads as weights only by itself.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+from flexcp.core.errors import CheckpointError
+
+_KNOWN = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+}
+
+
+class SafeReader(FileSystemReader):
+    """Files of one checkpoint folder.
+
+    Raises:
+        CheckpointError: the table of contents names anything but the classes it is made of, or a file
+            outside of its folder.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The table of contents."""
+        path = Path(self._get_metadata_path(kwargs.get("rank")))
+        with path.open("rb") as stream:
+            metadata = _TableUnpickler(stream).load()
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise _refused(f"a {type(metadata).__name__}")
+        for part in metadata.storage_data.values():
+            if part.relative_path != PurePath(part.relative_path).name:
+                raise _refused(f"the file {part.relative_path!r}")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """Numbers and texts of a checkpoint are read as torch reads weights: nothing in them can run."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put one value in its place in the nested state."""
+        *path, last = self.mappings[read_item.dest_index.fqn]
+        place: Any = self.original_state_dict
+        for key in path:
+            place = place[key]
+        place[last] = torch.load(value, weights_only=True)
+
+
+class _TableUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = name in _KNOWN.get(module, ())
+        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise _refused(f"{module}.{name}")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise _refused("an object kept elsewhere")
+
+
+def _refused(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the table of contents (.metadata) of the checkpoint asks for {what}, which no checkpoint needs",
+        "Do not load it: somebody has changed it, or another program wrote it.",
+    )
