@@ -99,7 +99,7 @@ def test_nothing_from_outside_is_unpickled():
                 ):
                     unsafe.append(f"{name}:{node.lineno}")
 
-    assert pickling <= {"src/flexcp/runtime/launch.py", "src/flexcp/runtime/safe_reader.py"}
+    assert pickling <= {f"src/flexcp/runtime/{name}.py" for name in ("launch", "rank_process", "safe_reader")}
     assert unsafe == []
 
 

@@ -264,7 +264,7 @@ def test_a_run_folder_is_not_overwritten(tmp_path: Path) -> None:
 
     assert "already holds checkpoints (newest: step-00000002)" in texts["again"]
     assert "holds no checkpoint" in texts["nothing"]
-    assert "made with other data or another tokenizer" in texts["data"]
+    assert "made with another samples: 21 of " in texts["data"]
     assert "made with seed = 0, this run has 1" in texts["seed"]
     assert "the tokenizer" in texts["shape"] or "does not fit this model" in texts["shape"]
     assert "changed since the length index" in texts["index"]

@@ -78,7 +78,7 @@ def test_samples_are_trained_on_or_held_out(folder: Path) -> None:
     assert (len(corpus.train), len(corpus.evaluation)) == (4, 2)
     assert corpus.train.lengths.tolist() == again.train.lengths.tolist()
     assert corpus.train.lengths.tolist() != other.train.lengths.tolist()
-    assert corpus.fingerprint == again.fingerprint
+    assert corpus.identity == again.identity
     for subset in (corpus.train, corpus.evaluation):
         assert [len(subset[i]["input_ids"]) for i in range(len(subset))] == subset.lengths.tolist()
 
@@ -127,7 +127,7 @@ def test_a_tokenizer_is_trained_once_per_data(folder: Path, tmp_path: Path) -> N
 
     first = open_corpus(section, lambda vocab: 10**9, 0, progress)
     assert seen.count("training the tokenizer") == 1
-    assert open_corpus(section, lambda vocab: 10**9, 0, progress).fingerprint == first.fingerprint
+    assert open_corpus(section, lambda vocab: 10**9, 0, progress).identity == first.identity
     assert seen.count("training the tokenizer") == 1
     (folder / "new.txt").write_text("more text")
     with_new = open_corpus(section, lambda vocab: 10**9, 0, progress)

@@ -137,7 +137,7 @@ def test_open_builds_once_then_loads(data, tmp_path):
     first = open_dataset(data, progress=progress)
     second = open_dataset(data, progress=progress)
     assert calls == [4]
-    assert first.fingerprint == second.fingerprint
+    assert first.identity == second.identity
     assert [p.parent.name for p in data.rglob("*.npz")] == [".flexcp"]
     (data / "a.txt").write_text("abcdef")
     with pytest.raises(DataError, match=r"a\.txt had 3 bytes and has 6"):

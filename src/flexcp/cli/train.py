@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,10 @@ def train(
     ] = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="local ranks, instead of parallel.nproc")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint")] = False,
+    elastic: Annotated[
+        bool,
+        typer.Option("--elastic", help="go on with one rank fewer when one is lost; continue what has begun"),
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="draw nothing")] = False,
 ) -> None:
     """Train a model as a TOML file says.
@@ -37,12 +42,22 @@ def train(
     for tracker in settings.run.trackers:
         if not _is_installed(tracker):
             raise MissingExtraError(tracker, _EXTRAS[tracker])
+    from flexcp.runtime.elastic import launch_elastic
     from flexcp.runtime.launch import launch
     from flexcp.train.trainer import checkpoint_to_resume
     from flexcp.train.trainer import train as run_rank
 
-    checkpoint_to_resume(settings.run.folder, resume)
-    launch(run_rank, settings.parallel.nproc, (settings, resume, quiet), timeout_s=settings.run.timeout_s)
+    if not elastic:
+        checkpoint_to_resume(settings.run.folder, resume)
+    run = settings.run
+    start = partial(launch_elastic, notify=lambda text: typer.echo(text, err=True)) if elastic else launch
+    start(
+        run_rank,
+        settings.parallel.nproc,
+        (settings, resume, quiet, elastic),
+        timeout_s=run.timeout_s,
+        status_dir=run.folder / "status",
+    )
 
 
 def _is_installed(module: str) -> bool:

@@ -14,6 +14,7 @@ The tree::
     ├── UnsupportedError        a model, mask or option that FlexCP would compute wrongly, so refuses
     ├── RunError                a training run cannot go on
     │   ├── RankFailedError     another rank died, stalled or raised
+    │   │   └── RankLostError   its process is gone or silent: the others can go on without it
     │   └── DisagreementError   ranks hold different plans, configurations or versions
     ├── CheckpointError         a checkpoint is missing, damaged, or from another run
     └── MissingExtraError       an optional dependency is absent (also an ImportError)
@@ -127,6 +128,10 @@ class RunError(FlexCPError):
 
 class RankFailedError(RunError):
     """Another rank died, stalled or raised."""
+
+
+class RankLostError(RankFailedError):
+    """The process of a rank is gone or silent; the others can go on without it."""
 
 
 class DisagreementError(RunError):

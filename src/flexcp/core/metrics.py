@@ -33,7 +33,8 @@ class StepReport:
 
     Attributes:
         step: index of the step, from 0.
-        loss: mean over the supervised tokens of the global batch; None where nothing was trained (simulated).
+        loss: mean over the supervised tokens of the global batch; None where nothing was trained (simulated,
+            skipped).
         grad_norm: global 2-norm before clipping; None likewise.
         tokens, supervised_tokens: of the global batch.
         degrees: number of tasks per degree.
@@ -60,6 +61,7 @@ class StepReport:
         idle_shares: `idle_share` of each rank.
         mfu: model FLOPs utilization: FLOPs of the model over those of all ranks at their peak in `step_s`;
             None where the peak is not known.
+        skipped: loss or gradient was not finite, and the weights were left as they were.
     """
 
     step: int
@@ -87,6 +89,7 @@ class StepReport:
     optimizer_s: float = 0.0
     idle_shares: tuple[float, ...] = ()
     mfu: float | None = None
+    skipped: bool = False
 
     @property
     def parts_s(self) -> dict[str, float]:
@@ -137,6 +140,8 @@ class StepReport:
         for name in ("loss", "grad_norm", "mfu"):
             if values[name] is not None:
                 number(values[name], name)
+        if not isinstance(values["skipped"], bool):
+            raise ValueError(f"skipped is {values['skipped']!r}")
         degrees = values["degrees"].items()
         values["degrees"] = {int(degree): whole(count, "a count of degrees") for degree, count in degrees}
         shares = values["idle_shares"]

@@ -54,7 +54,11 @@ def summary(
     for report in reports:
         degrees.update(report.degrees)
     table.add_row("steps", str(len(reports)))
-    table.add_row("loss, first → last", f"{_loss(reports[0])} → {_loss(reports[-1])}")
+    trained = [report for report in reports if not report.skipped]
+    if trained:
+        table.add_row("loss, first → last", f"{_loss(trained[0])} → {_loss(trained[-1])}")
+    if len(trained) < len(reports):
+        table.add_row("skipped, loss or gradient not finite", str(len(reports) - len(trained)))
     for done, loss in eval_losses.items():
         table.add_row(f"evaluation loss after {done}", f"{loss:.4f}")
     table.add_row("tokens/s", f"{sum(report.tokens for report in reports) / steps_s:,.0f}")

@@ -15,28 +15,29 @@ import hashlib
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from flexcp.core.errors import ConfigError, DataError, DisagreementError, RunError, SampleTooLongError
+from flexcp.core.errors import ConfigError, DataError, RunError, SampleTooLongError
 from flexcp.core.plan import Plan
 from flexcp.core.trace import Span, TraceWriter
 from flexcp.cost.correction import Correction
 from flexcp.planner import Planner
+from flexcp.runtime.agreement import require_agreement, versions
 from flexcp.runtime.batches import Dataset, MicroBatch, Stream, sample_name
-from flexcp.runtime.collectives import all_gather_rows, first_difference, peers_in_reach
+from flexcp.runtime.collectives import all_gather_rows, peers_in_reach
 from flexcp.runtime.feed import Feed, Prepared
 from flexcp.runtime.launch import DEFAULT_TIMEOUT_S
 from flexcp.runtime.learning import Learning
 from flexcp.runtime.planning import AnyPlanner, Notify, meet
 from flexcp.runtime.sharding import sharding_of
 from flexcp.runtime.sources import training_source, whole_source
+from flexcp.runtime.status import tell
 from flexcp.runtime.step import SEEN_S, Step, loss_sum_of
 from flexcp.runtime.transport import Transport
 
@@ -66,9 +67,14 @@ class Engine:
         learn_costs: correct the planner's cost model by measured task times, for the plans that follow.
             Plans, and with them rounding, then depend on the clock. Needs a `flexcp.Planner`.
         timeout_s: a ring message, a plan or a stream may wait this long for another rank.
+        on_bad_loss: what a step does whose loss or gradient is not finite: end the run, or leave the weights
+            and optimizer as they are, say so, and go on.
+        stop_asked: looked at after every step; if it is true on any rank, the iteration ends on all ranks.
 
     Attributes:
         next_step: index of the step that comes next; what a checkpoint must remember.
+        skipped_steps: how many were skipped.
+        stopped: some rank has been asked to stop, so there is no next step.
 
     Raises:
         SampleTooLongError: a sample of the data set does not fit on the planner's cluster.
@@ -91,6 +97,8 @@ class Engine:
         on_notice: Notify = warnings.warn,
         trace: TraceWriter | None = None,
         learn_costs: bool = False,
+        on_bad_loss: Literal["stop", "skip"] = "stop",
+        stop_asked: Callable[[], bool] = lambda: False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         _check(planner, dataset, global_batch)
@@ -104,7 +112,12 @@ class Engine:
         self.seed = seed
         self.clip_norm = clip_norm
         self.learn_costs = learn_costs
+        self.on_bad_loss = on_bad_loss
+        self.stop_asked = stop_asked
+        self.notify = on_notice
         self.next_step = 0
+        self.skipped_steps = 0
+        self.stopped = False
         self.rank = dist.get_rank()
         self.device = next(model.parameters()).device
         self.sharding = sharding_of(model)
@@ -124,7 +137,8 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # After an error other ranks may never answer what the background is waiting for.
+        self._close(wait=error is None)
 
     def __iter__(self) -> Iterator[Step]:
         """Steps from `next_step` on, while the plans of two and the data of one more are made ready.
@@ -140,10 +154,13 @@ class Engine:
         while (prepared := ahead.take()) is not None:
             yield self._begin(prepared, begun_s)
             self._check_between_steps("the next step")
+            if self.stopped:
+                return
             begun_s = time.perf_counter()
 
     def _begin(self, prepared: Prepared, begun_s: float) -> Step:
         """Open a step."""
+        tell("opening it", self.next_step)
         torch.manual_seed(step_seed(self.seed, self.next_step, self.rank))
         self._record_waits(prepared, begun_s)
         supervised = meet(prepared.digest, prepared.supervised_tokens, prepared.trouble)
@@ -198,6 +215,8 @@ class Engine:
             while (prepared := ahead.take()) is not None:
                 supervised += meet(prepared.digest, prepared.supervised_tokens, prepared.trouble)
                 for waiting in prepared.micro_batches:
+                    names = [sample_name(dataset, index) for index in waiting.sample_ids]
+                    tell("evaluating", self.next_step, names)
                     micro = waiting.to(self.device)
                     total += loss_sum_of(forward(micro), micro)
         finally:
@@ -227,6 +246,7 @@ class Engine:
             "step": self.next_step,
             "seed": self.seed,
             "global_batch": self.global_batch,
+            "skipped_steps": self.skipped_steps,
             "learnt_costs": learnt,
         }
 
@@ -243,6 +263,7 @@ class Engine:
                     "Resume with the same value, or start a new run.",
                 )
         self.next_step = state["step"]
+        self.skipped_steps = state["skipped_steps"]
         if self._learning is not None:
             self._learning.load_state_dict(state["learnt_costs"])
 
@@ -253,8 +274,11 @@ class Engine:
 
     def close(self) -> None:
         """End threads and planner process; may be called twice."""
+        self._close(wait=True)
+
+    def _close(self, wait: bool) -> None:
         self._closed = True
-        self._feed.close()
+        self._feed.close(wait)
 
     def record(self, name: str, start_s: float, end_s: float, step: int, **detail: Any) -> None:
         """Write a span of one's own to the trace; times are `time.perf_counter` readings."""
@@ -264,17 +288,22 @@ class Engine:
             )
             self._trace.write(span)
 
-    def sample_names(self, plan: Plan) -> list[str]:
-        """What the data set calls the samples of a plan."""
-        return [sample_name(self.dataset, sample.id) for sample in plan.samples]
+    def sample_name(self, index: int) -> str:
+        """What the data set calls a sample."""
+        return sample_name(self.dataset, index)
 
-    def _step_finished(self, plan: Plan, durations_s: list[list[float]]) -> None:
-        """Told by `Step.finish` when the optimizer has stepped."""
+    def _step_finished(
+        self, plan: Plan, durations_s: list[list[float]], *, skipped: bool, stop: bool
+    ) -> None:
+        """Told by `Step.finish` when the optimizer has stepped, or the step was skipped."""
         if self._learning is not None:
             self._learning.learn(self.next_step, plan, durations_s)
         self.next_step += 1
         self._open_step = None
-        if self._on_step_end is not None:
+        self.skipped_steps += skipped
+        self.stopped = stop
+        tell("between steps", self.next_step)
+        if self._on_step_end is not None and not skipped:
             self._on_step_end()
         if self._trace is not None:
             self._trace.flush()
@@ -343,8 +372,7 @@ def _check_agreement(engine: Engine) -> None:
     lengths = [] if isinstance(dataset, Stream) else dataset.lengths
     lengths_bytes = np.ascontiguousarray(lengths, dtype="<i8").tobytes()
     values = {
-        "version of torch": str(torch.__version__),
-        "version of numpy": version("numpy"),
+        **versions(),
         # A planner of the user's own may print its address.
         "planner": repr(engine.planner if isinstance(engine.planner, Planner) else engine.planner.cluster),
         "lengths of the data set": hashlib.sha256(lengths_bytes).hexdigest(),
@@ -352,12 +380,8 @@ def _check_agreement(engine: Engine) -> None:
         "number of steps": str(engine.steps),
         "seed": str(engine.seed),
         "clip_norm": str(engine.clip_norm),
+        "on_bad_loss": engine.on_bad_loss,
         "learn_costs": str(engine.learn_costs),
         "parameter shapes": str([tuple(parameter.shape) for parameter in engine.model.parameters()]),
     }
-    if difference := first_difference(values):
-        name, ranks = difference
-        raise DisagreementError(
-            f"ranks {ranks} have another {name} than rank 0 (rank {engine.rank}: {values[name][:80]})",
-            "Construct the Engine with equal arguments on all ranks.",
-        )
+    require_agreement(values, "Construct the Engine with equal arguments on all ranks.")

@@ -127,11 +127,15 @@ class Feed:
             for index in plan.tasks_of(rank)
         ]
 
-    def close(self) -> None:
-        """End thread and planner process; what the thread was given is finished: other ranks share in it."""
+    def close(self, wait: bool = True) -> None:
+        """End thread and planner process; what the thread was given is finished: other ranks share in it.
+
+        Args:
+            wait: until it is finished.
+        """
         if self._planning is not None:
             self._planning.close()
-        self._thread.shutdown()
+        self._thread.shutdown(wait)
 
 
 class Ahead:

@@ -10,30 +10,35 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import signal
 import socket
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from flexcp.core.errors import ConfigError, FlexCPError, RankFailedError
+from flexcp.core.errors import ConfigError, FlexCPError, InputError, RankLostError, RunError
+from flexcp.runtime.rank_process import (
+    RankProcess,
+    Result,
+    end,
+    first_error,
+    passing_on_sigterm,
+    result_of,
+    watch,
+)
+from flexcp.runtime.status import last_words, leave_word
 
 DEFAULT_TIMEOUT_S = 600.0
-_SETTLE_S = 1.5  # after a first failure: time for the others to say why they failed too
-_TERMINATE_S = 5.0  # between SIGTERM and SIGKILL
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,7 @@ def under_torchrun() -> bool:
 def joined_world(
     *, rendezvous: Path | None = None, rank: int = 0, size: int = 1, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> Iterator[World]:
-    """Join the world, and leave it at the end.
+    """Join the world, and leave it at the end; an error is the end of this process's world.
 
     With `rendezvous` the ranks of one machine meet in that file; without it the environment that torchrun
     makes is used. Collectives that wait longer than `timeout_s` seconds end with an error.
@@ -81,10 +86,8 @@ def joined_world(
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type != "cpu" else None,
     )
-    try:
-        yield World(rank, size, local_size, device)
-    finally:
-        dist.destroy_process_group()
+    yield World(rank, size, local_size, device)
+    dist.destroy_process_group()  # after an error it could wait for a peer that is gone
 
 
 def _device(local_rank: int) -> torch.device:
@@ -109,6 +112,7 @@ def launch(
     deadline_s: float | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     log_dir: Path | None = None,
+    status_dir: Path | None = None,
 ) -> list[Any]:
     """Run `target(world, *args)` on `nproc` local ranks and return what each returned, by rank.
 
@@ -122,14 +126,18 @@ def launch(
         deadline_s: the whole run may take this long; None for no limit.
         timeout_s: a collective may wait this long.
         log_dir: where each rank's output goes (`rank-0.log`, …); None leaves it on the terminal.
+        status_dir: where each rank leaves word of what it does (`rank-0.json`, …), so that the others can
+            say it when it is lost. Without torchrun this launcher reads it, and has a folder of its own.
+
+    SIGTERM is passed on to the ranks, and the run goes on until they end.
 
     Raises:
         FlexCPError: what the first failing rank raised, where it was one of FlexCP's own.
-        RankFailedError: a rank was killed, raised something else, or the deadline passed; the rank is named.
+        RankLostError: a rank was killed, left, or has stalled; it is named, and what it was doing.
+        RankFailedError: a rank raised something else, ran out of memory, or the deadline passed.
     """
     if under_torchrun():
-        with joined_world(timeout_s=timeout_s) as world:
-            return [target(world, *args)]
+        return [_as_one_of_many(target, args, timeout_s, status_dir)]
     try:
         pickle.dumps((target, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -137,128 +145,45 @@ def launch(
             f"{target!r} cannot be sent to another process ({error})",
             "Use a function at the top level of a module, and arguments that can be pickled.",
         ) from error
-    with tempfile.TemporaryDirectory(prefix="flexcp-") as folder:
-        ranks: list[_Rank] = []
+    with tempfile.TemporaryDirectory(prefix="flexcp-") as name:
+        folder, ranks = Path(name), list[RankProcess]()
         try:
-            for index in range(nproc):
-                ranks.append(_Rank(index, nproc, Path(folder), target, args, timeout_s, log_dir))
-            _watch(ranks, deadline_s)
+            with passing_on_sigterm(ranks) as told:
+                for index in range(nproc):
+                    given = (target, args, index, nproc, folder, timeout_s, log_dir)
+                    ranks.append(RankProcess(index, _child, given, folder, log_dir))
+                watch(ranks, deadline_s)
         finally:
-            _end(ranks)
-        failed = [rank for rank in ranks if rank.failed]
-        if failed:
-            raise min(failed, key=lambda rank: rank.blame).error(log_dir)
-        if any(rank.result is None for rank in ranks):
-            late = [rank.index for rank in ranks if rank.result is None]
-            raise RankFailedError(
-                f"ranks {late} had not finished after {deadline_s} s and were ended",
-                "Give them more time, or look at what they wait for.",
+            end(ranks)
+        failure = first_error(ranks, deadline_s)
+        if isinstance(failure, RankLostError) and told.is_set():
+            raise RunError(
+                "SIGTERM came before the ranks could heed it, and has ended them",
+                "Nothing was saved; checkpoints of an earlier run are untouched.",
             )
+        if failure is not None:
+            raise failure
         return [rank.result.value for rank in ranks if rank.result is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """What a rank sends to its parent at its end."""
-
-    value: Any = None
-    error: FlexCPError | None = None
-    trace: str = ""
-    about_others: bool = False
-
-
-class _Rank:
-    """One child process and what became of it."""
-
-    def __init__(
-        self,
-        index: int,
-        size: int,
-        folder: Path,
-        target: Callable[..., Any],
-        args: Sequence[Any],
-        timeout_s: float,
-        log_dir: Path | None,
-    ) -> None:
-        self.index = index
-        self.result: _Result | None = None
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe(duplex=False)
-        self.process: SpawnProcess = context.Process(
-            target=_child, args=(theirs, target, args, index, size, folder, timeout_s, log_dir), daemon=False
-        )
-        self.process.start()
-        theirs.close()
-
-    def collect(self) -> None:
-        """Take the result if it has come."""
-        try:
-            if self.result is None and self.pipe.poll():
-                self.result = pickle.loads(self.pipe.recv_bytes())  # noqa: S301  from our own child
-        except (EOFError, OSError):
-            pass  # the process died before it could say anything; `failed` will tell
-
-    @property
-    def done(self) -> bool:
-        return self.result is not None or not self.process.is_alive()
-
-    @property
-    def failed(self) -> bool:
-        if self.result is None:
-            # Ranks that are still alive are ended by us, which is not their failure.
-            return self.process.exitcode is not None and not self.ended_by_us
-        return bool(self.result.trace)
-
-    ended_by_us = False
-
-    @property
-    def blame(self) -> tuple[int, int]:
-        """The smaller, the nearer to the cause: killed, then own error, then an error about others."""
-        if self.result is None:
-            return (0, self.index)
-        return (2 if self.result.about_others else 1, self.index)
-
-    def error(self, log_dir: Path | None) -> FlexCPError:
-        """The error that the parent raises for this rank."""
-        if self.result is not None and self.result.error is not None:
-            return self.result.error
-        where = f"rank {self.index} on {socket.gethostname()}"
-        logs = f"Its output is in {log_dir}." if log_dir else "Its output is above."
-        if self.result is not None:
-            return RankFailedError(f"{where} raised:\n{self.result.trace}", logs)
-        code = self.process.exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        return RankFailedError(f"{where} {how}", logs)
-
-
-def _watch(ranks: Sequence[_Rank], deadline_s: float | None) -> None:
-    """Return when all ranks are done, one has failed (and the others had time to speak), or time is up."""
-    end_s = time.monotonic() + deadline_s if deadline_s is not None else float("inf")
-    while not all(rank.done for rank in ranks) and time.monotonic() < end_s:
-        open_ranks = [rank for rank in ranks if not rank.done]
-        waitables: list[Any] = [rank.pipe for rank in open_ranks]
-        waitables += [rank.process.sentinel for rank in open_ranks]
-        wait(waitables, timeout=0.5)
-        for rank in open_ranks:
-            rank.collect()
-        if any(rank.failed for rank in ranks):
-            end_s = min(end_s, time.monotonic() + _SETTLE_S)
-    for rank in ranks:
-        rank.collect()
-
-
-def _end(ranks: Sequence[_Rank]) -> None:
-    """Wait for ranks that have spoken, end those that have not."""
-    for rank in ranks:
-        if rank.result is None and rank.process.is_alive():
-            rank.ended_by_us = True
-            rank.process.terminate()
-    for rank in ranks:
-        rank.process.join(_TERMINATE_S)
-        if rank.process.is_alive():
-            rank.process.kill()
-            rank.process.join()
-        rank.pipe.close()
+def _as_one_of_many(
+    target: Callable[..., Any], args: Sequence[Any], timeout_s: float, status_dir: Path | None
+) -> Any:
+    """This process is a rank of torchrun's."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if status_dir is not None:
+        leave_word(status_dir, rank)
+    try:
+        with joined_world(timeout_s=timeout_s) as world:
+            return target(world, *args)
+    except InputError:
+        raise  # of all ranks alike, so nothing waits
+    except BaseException as error:
+        text = str(error) if isinstance(error, FlexCPError) else traceback.format_exc()
+        others = last_words(status_dir, size, but=rank) if status_dir is not None else ""
+        sys.stderr.write(f"rank {rank} on {socket.gethostname()}: {text}\n{others}\n")
+        sys.stderr.flush()
+        os._exit(1)  # the way out of an interpreter joins threads that wait for ranks that are gone
 
 
 def _child(
@@ -277,26 +202,21 @@ def _child(
     if sys.platform == "linux":  # looking the host name up is flaky on laptops and in CI
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(max(1, num_cores() // size))
+    leave_word(folder, index)
     try:
         with joined_world(
             rendezvous=folder / "rendezvous", rank=index, size=size, timeout_s=timeout_s
         ) as world:
             value = target(world, *args)
-        _send(pipe, _Result(value=value))
+        _send(pipe, Result(value=value))
     except BaseException as error:
         trace = traceback.format_exc()
         sys.stderr.write(trace if log_dir is not None else "")
-        ours = error if isinstance(error, FlexCPError) else None
-        _send(pipe, _Result(error=ours, trace=trace, about_others=_is_about_others(error)))
+        _send(pipe, result_of(error, trace))
         # A group whose peer is gone can block on its way out; the parent has what it needs.
         sys.stderr.flush()
         sys.stdout.flush()
         os._exit(1)
-
-
-def _is_about_others(error: BaseException) -> bool:
-    """Whether a rank failed only because another one had; gloo says so in text alone."""
-    return isinstance(error, RankFailedError | dist.DistError) or "gloo/transport" in str(error)
 
 
 def _end_with_parent() -> None:
@@ -307,7 +227,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _send(pipe: Connection, result: _Result) -> None:
+def _send(pipe: Connection, result: Result) -> None:
     # Not Connection.send: its pickler would pass tensors by shared memory, which dies with this process.
     pipe.send_bytes(pickle.dumps(result))
 

@@ -19,12 +19,13 @@ from flexcp.runtime.collectives import all_gather_rows, peers_in_reach
 from flexcp.runtime.feed import Prepared
 from flexcp.runtime.loss import token_loss_sum
 from flexcp.runtime.sharding import clip_gradients
+from flexcp.runtime.status import tell
 
 if TYPE_CHECKING:
     from flexcp.runtime.engine import Engine
 
 SEEN_S = 1e-3  # a shorter wait is no span of the trace
-_NUMBERS = 9  # of a rank at the end of a step, before the durations of its tasks
+_NUMBERS = 10  # of a rank at the end of a step, before the durations of its tasks
 
 
 class Step:
@@ -53,11 +54,15 @@ class Step:
         self._busy_s = self._ring_wait_s = self._reduce_s = 0.0
         self._durations_s: list[float] = []
         self._grad_norm: float | None = None
+        self._task_losses: list[tuple[tuple[int, ...], Tensor]] = []
         self._finished = False
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """This rank's micro-batches in plan order; there may be none."""
-        for waiting in list(self._left.values()):
+        count = len(self._left)
+        for number, waiting in enumerate(list(self._left.values()), start=1):
+            names = [self._engine.sample_name(index) for index in waiting.sample_ids]
+            tell(f"task {number} of {count} on ranks {list(waiting.task.ranks)}", self.index, names)
             self._task_begun_s = time.perf_counter()
             micro = waiting.to(self._engine.device)  # one at a time: the device holds no data of later tasks
             del self._left[id(waiting)]
@@ -85,6 +90,7 @@ class Step:
         loss_sum = loss_sum_of(output, micro)
         (loss_sum / self.supervised_tokens).backward()  # type: ignore[no-untyped-call]
         self.loss_sum += loss_sum.detach()
+        self._task_losses.append((micro.sample_ids, loss_sum.detach()))
         self._record_task(micro)
 
     def _record_task(self, micro: MicroBatch) -> None:
@@ -116,6 +122,7 @@ class Step:
             )
         if self._grad_norm is None:
             engine = self._engine
+            tell("summing gradients", self.index)
             self._work_ended_s = time.perf_counter()
             with peers_in_reach("the gradient reduction"):
                 engine.sharding.reduce()
@@ -129,7 +136,8 @@ class Step:
         """Reduce, clip, step the optimizer, and say what happened. Called once, on all ranks.
 
         Raises:
-            RunError: loss or gradient is not finite (weights are untouched), or a second call.
+            RunError: loss or gradient is not finite and `on_bad_loss` is "stop" (weights are untouched), or a
+                second call.
         """
         if self._finished:
             raise RunError(f"step {self.index} was finished twice", "Call step.finish() once a step.")
@@ -137,20 +145,19 @@ class Step:
         grad_norm = self.reduce_gradients()
         rows = all_gather_rows(self._row(), "the end of a step")
         loss = float(rows[:, 0].sum()) / self.supervised_tokens
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise RunError(
-                f"step {self.index} has loss {loss} and gradient norm {grad_norm}; its samples are "
-                f"{', '.join(engine.sample_names(self.plan))}",
-                "The weights were not changed. Look at these samples, or lower the learning rate.",
-            )
+        skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
+        if skipped:
+            self._refuse(loss, grad_norm)
         before_s = time.perf_counter()
-        engine.optimizer.step()
+        if not skipped:
+            engine.optimizer.step()
         engine.optimizer.zero_grad()
         end_s = time.perf_counter()
         engine.record("optimizer", before_s, end_s, self.index)
         self._finished = True
-        engine._step_finished(self.plan, rows[:, _NUMBERS:].tolist())
-        report = self._report(loss, grad_norm, rows)
+        durations_s, stop = rows[:, _NUMBERS:].tolist(), bool(rows[:, _NUMBERS - 1].any())
+        engine._step_finished(self.plan, durations_s, skipped=skipped, stop=stop)
+        report = self._report(None if skipped else (loss, grad_norm), rows)
         return replace(report, optimizer_s=end_s - before_s, step_s=end_s - self._begun_s)
 
     def _row(self) -> Tensor:
@@ -166,14 +173,37 @@ class Step:
             self._ring_wait_s,
             self._reduce_s,
             self._work_begun_s - self._begun_s,
+            float(self._engine.stop_asked()),
         ]
         most_tasks = max(len(self.plan.tasks_of(rank)) for rank in range(self.plan.cluster.ranks))
         row += self._durations_s + [math.nan] * (most_tasks - len(self._durations_s))
         return torch.tensor(row, dtype=torch.float64, device=self._engine.device)
 
-    def _report(self, loss: float, grad_norm: float, rows: Tensor) -> StepReport:
+    def _refuse(self, loss: float, grad_norm: float) -> None:
+        """Say which samples gave a loss or gradient that is not finite; all ranks call it."""
+        engine = self._engine
+        ids = [sample.id for sample in self.plan.samples]
+        bad = {i for sample_ids, part in self._task_losses if not bool(part.isfinite()) for i in sample_ids}
+        mine = torch.tensor([i in bad for i in ids], dtype=torch.int64, device=engine.device)
+        told = all_gather_rows(mine, "a loss that is not finite").any(dim=0).tolist()
+        names = [
+            engine.sample_name(i) for i, is_bad in zip(ids, told, strict=True) if is_bad or not any(told)
+        ]
+        where = "it comes from tasks with the samples" if any(told) else "its samples are"
+        cause = f"step {self.index} has loss {loss} and gradient norm {grad_norm}; {where} {', '.join(names)}"
+        if engine.on_bad_loss == "stop":
+            raise RunError(
+                cause,
+                "The weights were not changed. Look at these samples, lower the learning rate, or skip such "
+                'steps (run.on_bad_loss = "skip").',
+            )
+        if engine.rank == 0:
+            engine.notify(f"{cause}; it was skipped and no weight was changed")
+
+    def _report(self, trained: tuple[float, float] | None, rows: Tensor) -> StepReport:
+        loss, grad_norm = trained or (None, None)
         numbers = rows[:, :_NUMBERS].cpu().unbind(1)
-        _, busy, measured, exposed, plan_wait, data_wait, ring_wait, reduce, opening = numbers
+        _, busy, measured, exposed, plan_wait, data_wait, ring_wait, reduce, opening, _ = numbers
         measured_s, exposed_s = float(measured.max()), float(exposed.max())
         idle = [max(0.0, 1.0 - float(b) / measured_s) if measured_s > 0 else 0.0 for b in busy]
         samples = self.plan.samples
@@ -201,6 +231,7 @@ class Step:
             ring_wait_s=float(ring_wait.mean()),
             reduce_s=float(reduce.min()),
             idle_shares=tuple(round(share, 4) for share in idle),
+            skipped=trained is None,
         )
 
 

@@ -104,6 +104,10 @@ class RunSection(_Section):
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         default=("tensorboard",), description="where curves go; wandb needs flexcp[wandb]"
     )
+    on_bad_loss: Literal["stop", "skip"] = Field(
+        default="stop", description="a step whose loss or gradient is not finite"
+    )
+    new_budget: bool = Field(default=False, description="resume with another parallel.tokens_per_rank")
     timeout_s: float = Field(
         default=600.0, gt=0, le=7 * 86400, description="a rank that is silent for longer ends the run"
     )
@@ -188,6 +192,16 @@ def _check_keys(raw: dict[str, Any], section: type[BaseModel], prefix: str) -> N
         inner = section.model_fields[name].annotation
         if isinstance(value, dict) and isinstance(inner, type) and issubclass(inner, BaseModel):
             _check_keys(value, inner, f"{prefix}{name}.")
+
+
+def flattened(config: TrainConfig) -> dict[str, str]:
+    """Every key of the resolved run with its value, as `section.key`."""
+    sections = config.model_dump(mode="json")
+    return {
+        f"{section}.{key}": json.dumps(value)
+        for section, keys in sections.items()
+        for key, value in keys.items()
+    }
 
 
 def to_json(config: TrainConfig) -> str:

@@ -47,14 +47,14 @@ class Corpus:
 
     Attributes:
         vocab: size of the tokenizer's vocabulary.
-        fingerprint: of text, tokenizer and what was left out; part of every checkpoint.
+        identity: of text, tokenizer, what was left out and held out; part of every checkpoint.
         skipped: what gave no sample, and why.
     """
 
     train: Subset
     evaluation: Subset | None
     vocab: int
-    fingerprint: str
+    identity: dict[str, str]
     skipped: tuple[Skipped, ...]
 
     @property
@@ -87,7 +87,7 @@ def open_corpus(section: DataSection, capacity: Capacity, seed: int, progress: P
         train=Subset(dataset, train),
         evaluation=Subset(dataset, evaluation) if held_out else None,
         vocab=dataset.tokenizer.vocab_size,
-        fingerprint=dataset.fingerprint,
+        identity={**dataset.identity, "samples held out": str(held_out)},
         skipped=dataset.skipped,
     )
 

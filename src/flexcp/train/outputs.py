@@ -6,6 +6,7 @@ Only rank 0 writes and draws; on the other ranks every method is silent.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -69,6 +70,7 @@ class Outputs:
                     f"run.folder {folder} cannot be made ({error.strerror})", "Choose another one."
                 ) from error
             _drop_metrics(metrics_path(folder), first_step)
+            _drop_traces(trace_path(folder, first_step, 0).parent)
 
     def __enter__(self) -> Outputs:
         self._bar.start()
@@ -244,3 +246,10 @@ def _drop_metrics(path: Path, first_step: int) -> None:
         if record.get("step", -1) < first_step and record.get("evaluated_after", 0) <= first_step
     ]
     path.write_text("".join(kept), encoding="utf-8")
+
+
+def _drop_traces(newest: Path) -> None:
+    """What an attempt with more ranks or more steps left from here on."""
+    for folder in newest.parent.glob("from-step-*"):
+        if folder.name >= newest.name:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -31,16 +31,20 @@ from flexcp.cost.model import cost_model
 from flexcp.integrations.transformers import blocks_of, enable, shape_of
 from flexcp.planner import Planner
 from flexcp.profiler.measure import device_name
+from flexcp.runtime.agreement import require_agreement, versions
 from flexcp.runtime.batches import MicroBatch
 from flexcp.runtime.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
 from flexcp.runtime.engine import Engine
 from flexcp.runtime.launch import World, num_cores
 from flexcp.runtime.sharding import shard
-from flexcp.train.config import OptimizerSection, TrainConfig
+from flexcp.runtime.signals import StopOnSignal
+from flexcp.train.config import OptimizerSection, TrainConfig, flattened
 from flexcp.train.corpus import Corpus, open_corpus
 from flexcp.train.model import build_model, compute_dtype, model_config
 from flexcp.train.outputs import Outputs
 from flexcp.train.utilization import Utilization, peak_flops_per_s
+
+_BUDGET = "parallel.tokens_per_rank"
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,9 @@ class RunSummary:
     folder: Path
 
 
-def train(world: World, config: TrainConfig, resume: bool = False, quiet: bool = False) -> RunSummary:
+def train(
+    world: World, config: TrainConfig, resume: bool = False, quiet: bool = False, elastic: bool = False
+) -> RunSummary:
     """Run one rank of a training run. All ranks call it with the same config.
 
     Args:
@@ -60,12 +66,20 @@ def train(world: World, config: TrainConfig, resume: bool = False, quiet: bool =
         config: the run.
         resume: continue from the newest checkpoint in the run folder.
         quiet: rank 0 draws no progress.
+        elastic: continue if there is a checkpoint, else begin: what a run that is started again wants.
+
+    SIGTERM ends the run after the step that is under way, on all ranks, with a checkpoint.
 
     Raises:
         FlexCPError: see `core.errors`; bad input is found before step 0.
     """
     run = config.run
-    checkpoint = checkpoint_to_resume(run.folder, resume)
+    newest = checkpoints(run.folder / "checkpoints")[-1:]
+    require_agreement(
+        {**versions(), **flattened(config), "newest checkpoint": str(newest)},
+        "Start all ranks with the same software, run file and --set, and run.folder on a shared disk.",
+    )
+    checkpoint = checkpoint_to_resume(run.folder, resume or (elastic and bool(newest)))
     first_step = read_state(checkpoint)["step"] if checkpoint else 0
     shown = world.rank == 0 and not quiet
     with Outputs(config, first_step, rank=world.rank, shown=shown) as outputs:
@@ -78,6 +92,7 @@ def train(world: World, config: TrainConfig, resume: bool = False, quiet: bool =
         for text in _calibration_notices(config, corpus, world):
             outputs.notice(text)
         with contextlib.ExitStack() as stack:
+            stop = stack.enter_context(StopOnSignal())
             stack.enter_context(enable(model))
             trace = stack.enter_context(TraceWriter(trace_path(run.folder, first_step, world.rank)))
             engine = stack.enter_context(
@@ -95,6 +110,8 @@ def train(world: World, config: TrainConfig, resume: bool = False, quiet: bool =
                     trace=trace,
                     timeout_s=run.timeout_s,
                     learn_costs=config.parallel.learn_costs,
+                    on_bad_loss=run.on_bad_loss,
+                    stop_asked=stop.asked,
                 )
             )
             if corpus.evaluation is not None:
@@ -150,15 +167,15 @@ class _Loop:
             # Raised by all ranks alike before any weight was touched: nothing that was learnt is lost.
             self._save(self.engine.next_step)
             raise
+        if self.engine.stopped:
+            done = self.engine.next_step
+            self._save(done)
+            self.outputs.notice(f"SIGTERM: ended after {done} of {run.steps} steps; --resume goes on")
 
     def resume(self, checkpoint: Path) -> None:
         """Continue from a checkpoint."""
         state = read_state(checkpoint)
-        if state["data"] != self.corpus.fingerprint:
-            raise CheckpointError(
-                f"{checkpoint.name} was made with other data or another tokenizer",
-                "Resume with the same data, or start a new run in another folder.",
-            )
+        self._check_identity(checkpoint, state["made_with"])
         load_checkpoint(checkpoint, self.model, self.optimizer)
         self.engine.load_state_dict(state["engine"])
         if state["steps"] != self.config.run.steps:
@@ -169,6 +186,23 @@ class _Loop:
         if state["step"] >= self.config.run.steps:
             self.outputs.notice(f"all {self.config.run.steps} steps are done; raise run.steps to go on")
         self.schedule.load_state_dict(state["schedule"])
+
+    def _identity(self) -> dict[str, str]:
+        """What a resumed run must have in common with this one."""
+        tokens = self.config.parallel.tokens_per_rank
+        return {**self.corpus.identity, _BUDGET: str(tokens or "what the hardware holds")}
+
+    def _check_identity(self, checkpoint: Path, made_with: dict[str, str]) -> None:
+        for name, value in self._identity().items():
+            old = made_with.get(name)
+            if old != value and not (name == _BUDGET and self.config.run.new_budget):
+                raise CheckpointError(
+                    f"{checkpoint.name} was made with another {name}: {old}; this run has {value}",
+                    "Resume with the same, or say run.new_budget = true: the samples stay, the plans differ."
+                    if name == _BUDGET
+                    else "Resume with the same, or start a new run in another folder. (Without "
+                    "data.max_tokens, the number of ranks decides what is too long.)",
+                )
 
     def _evaluate(self, done: int) -> None:
         if self.corpus.evaluation is None:
@@ -185,7 +219,7 @@ class _Loop:
         state = {
             "engine": self.engine.state_dict(),
             "schedule": {**schedule, "lr_lambdas": [None]},
-            "data": self.corpus.fingerprint,
+            "made_with": self._identity(),
             "steps": self.config.run.steps,
         }
         folder = self.config.run.folder / "checkpoints"

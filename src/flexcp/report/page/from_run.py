@@ -209,8 +209,8 @@ def _facts(info: RunInfo, reports: Sequence[StepReport], figures: Figures) -> tu
 
 def _losses(reports: Sequence[StepReport]) -> tuple[tuple[str, str], ...]:
     """First and last; nothing of a simulated run, which has none."""
-    first, last = reports[0].loss, reports[-1].loss
-    return () if first is None or last is None else (("loss", f"{first:.2f} → {last:.2f}"),)
+    losses = [report.loss for report in reports if report.loss is not None]
+    return (("loss", f"{losses[0]:.2f} → {losses[-1]:.2f}"),) if losses else ()
 
 
 def _notices(
@@ -224,6 +224,11 @@ def _notices(
     notices = []
     if not ends_whole(metrics_path(folder)):
         notices.append("metrics.jsonl ends inside a line: the run was killed, or the file was cut.")
+    if skipped := [str(report.step) for report in reports if report.skipped]:
+        notices.append(
+            f"{len(skipped)} steps were skipped, their loss or gradient not finite: {', '.join(skipped[:20])}"
+            + (", …" if len(skipped) > 20 else ".")
+        )
     ranks = info.cluster.ranks
     if len(rows) < ranks:
         notices.append(f"Timelines show every {rows[1] - rows[0]}th of {ranks:,} ranks.")

@@ -46,7 +46,8 @@ class TextDataset:
     Attributes:
         lengths: int64 [samples], tokens per sample, read-only.
         skipped: every reason for which something is no sample, with count and first names.
-        fingerprint: of names, sizes, lengths, tokenizer and limit; a copy of the data keeps it.
+        identity: what makes it this data set, by name, so that a difference can be named; a copy of the data
+            keeps it.
 
     Raises:
         DataError: no sample is left, or one is too long and `too_long` is "error".
@@ -83,7 +84,7 @@ class TextDataset:
             raise DataError("the data gives no sample", "; ".join(map(str, self.skipped)) or "It is empty.")
         self.lengths: npt.NDArray[np.int64] = counts[self._kept]
         self.lengths.flags.writeable = False
-        self.fingerprint = self._fingerprint(index)
+        self.identity = self._identity(index)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -114,13 +115,19 @@ class TextDataset:
         """What to call a sample in a message."""
         return self._documents.name(int(self._kept[index]))
 
-    def _fingerprint(self, index: LengthIndex) -> str:
+    def _identity(self, index: LengthIndex) -> dict[str, str]:
         # Without times and places: a copy on another machine is the same data set.
-        files = [(stamp.name, stamp.size) for stamp in index.files]
-        digest = hashlib.sha256(json.dumps([files, index.tokenizer]).encode())
-        digest.update(self._kept.astype("<i8").tobytes())
-        digest.update(self.lengths.astype("<i8").tobytes())
-        return digest.hexdigest()
+        files = json.dumps([(stamp.name, stamp.size) for stamp in index.files])
+        rows = self._kept.astype("<i8").tobytes() + self.lengths.astype("<i8").tobytes()
+        return {
+            "tokenizer": str(index.tokenizer),
+            "data (files and their sizes)": f"{len(index.files)} files, {_short(files.encode())}",
+            "samples": f"{len(self._kept)} of {int(self.lengths.sum())} tokens, {_short(rows)}",
+        }
+
+
+def _short(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def open_dataset(

@@ -1,0 +1,225 @@
+"""The launcher's side of a local rank: one process, what it said at its end, and who is to blame."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flexcp.core.errors import FlexCPError, InputError, RankFailedError, RankLostError
+from flexcp.runtime.status import read_status
+
+_SETTLE_S = 1.5  # after a first failure: time for the others to say why they failed too
+_LEAVE_S = 5.0  # for ranks that have said their last word to leave
+_PATIENCE_S = 10.0  # the same where all who spoke only lost another: who is silent then has stalled
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a rank sends to its parent at its end; `summary` is one line of what it raised."""
+
+    value: Any = None
+    error: FlexCPError | None = None
+    trace: str = ""
+    summary: str = ""
+    about_others: bool = False
+    out_of_memory: bool = False
+
+
+class RankProcess:
+    """One child process and what became of it.
+
+    Args:
+        index: rank.
+        child: importable; called in the new process with a pipe for its `Result`, then `args`.
+        folder: where it leaves word of what it does.
+        log_dir: where its output goes, for the message.
+    """
+
+    def __init__(
+        self, index: int, child: Callable[..., None], args: Sequence[Any], folder: Path, log_dir: Path | None
+    ) -> None:
+        self.index = index
+        self.result: Result | None = None
+        self.ended_by_us = False
+        self._folder = folder
+        self._logs = f"Its output is in {log_dir}." if log_dir else "Its output is above."
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe(duplex=False)
+        self.process: SpawnProcess = context.Process(target=child, args=(theirs, *args), daemon=False)
+        self.process.start()
+        theirs.close()
+
+    def collect(self) -> None:
+        """Take the result if it has come."""
+        try:
+            if self.result is None and self.pipe.poll():
+                self.result = pickle.loads(self.pipe.recv_bytes())  # noqa: S301  from our own child
+        except (EOFError, OSError):
+            pass  # the process died before it could say anything; `failed` will tell
+
+    @property
+    def done(self) -> bool:
+        """Nothing more will come from it."""
+        return self.result is not None or not self.process.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        """It raised, or ended by itself without a word."""
+        if self.result is None:
+            # Ranks that are still alive are ended by us, which is not their failure.
+            return self.process.exitcode is not None and not self.ended_by_us
+        return bool(self.result.trace)
+
+    @property
+    def blames_others(self) -> bool:
+        """It failed, and only because another rank did."""
+        return self.result is not None and self.result.about_others
+
+    @property
+    def blame(self) -> tuple[int, int]:
+        """The smaller, the nearer to the cause: killed, then own error, then an error about others."""
+        if self.result is None:
+            return (0, self.index)
+        return (2 if self.result.about_others else 1, self.index)
+
+    @property
+    def where(self) -> str:
+        """Rank, host, and what it was doing, as far as it said."""
+        status = read_status(self._folder, self.index)
+        doing = f", {status}," if status is not None and status.step is not None else ""
+        return f"rank {self.index} on {socket.gethostname()}{doing}"
+
+    def error(self) -> FlexCPError:
+        """The error that the parent raises for this rank."""
+        if self.result is None:
+            code = self.process.exitcode or 0
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            memory = "The kernel does this when memory runs out. " if code == -signal.SIGKILL else ""
+            return RankLostError(f"{self.where} {how}", f"{memory}{self._logs}")
+        if self.result.error is not None:
+            return self.result.error
+        if self.result.out_of_memory:
+            return RankFailedError(
+                f"{self.where} ran out of memory: {self.result.summary}",
+                "Lower parallel.tokens_per_rank (with run.new_budget = true to resume), or set "
+                "run.gradient_checkpointing = true.",
+            )
+        return RankFailedError(f"{self.where} raised:\n{self.result.trace}", self._logs)
+
+
+def result_of(error: BaseException, trace: str) -> Result:
+    """What a rank says of an error at its end."""
+    out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+    return Result(
+        error=error if isinstance(error, FlexCPError) else None,
+        trace=trace,
+        summary=f"{type(error).__name__}: {error}".splitlines()[0],
+        about_others=_is_about_others(error),
+        out_of_memory=out_of_memory,
+    )
+
+
+def _is_about_others(error: BaseException) -> bool:
+    """Whether a rank failed only because another one had; gloo says so in text alone."""
+    return isinstance(error, RankFailedError | dist.DistError) or "gloo/transport" in str(error)
+
+
+@contextmanager
+def passing_on_sigterm(ranks: Sequence[RankProcess]) -> Iterator[threading.Event]:
+    """Whoever ends the launcher means the ranks; the event says whether. Only the main thread can listen."""
+    told = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield told
+        return
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        told.set()
+        for rank in ranks:
+            rank.process.terminate()
+
+    before = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield told
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def watch(ranks: Sequence[RankProcess], deadline_s: float | None) -> None:
+    """Return when all ranks are done, one has failed (and the others had time to speak), or time is up."""
+    end_s = time.monotonic() + deadline_s if deadline_s is not None else float("inf")
+    first_s: float | None = None
+    while not all(rank.done for rank in ranks) and time.monotonic() < end_s:
+        open_ranks = [rank for rank in ranks if not rank.done]
+        waitables: list[Any] = [rank.pipe for rank in open_ranks]
+        waitables += [rank.process.sentinel for rank in open_ranks]
+        wait(waitables, timeout=0.5)
+        for rank in open_ranks:
+            rank.collect()
+        if failed := [rank for rank in ranks if rank.failed]:
+            first_s = first_s or time.monotonic()
+            innocent = all(rank.blames_others for rank in failed)
+            end_s = min(end_s, first_s + (_PATIENCE_S if innocent else _SETTLE_S))
+    for rank in ranks:
+        rank.collect()
+
+
+def end(ranks: Sequence[RankProcess]) -> None:
+    """Wait for ranks that have spoken, end those that have not: they have nothing left to save."""
+    for rank in ranks:
+        if rank.result is None and rank.process.is_alive():
+            rank.ended_by_us = True
+            rank.process.kill()
+    end_s = time.monotonic() + _LEAVE_S
+    for rank in ranks:
+        rank.process.join(max(0.0, end_s - time.monotonic()))
+        if rank.process.is_alive():
+            rank.process.kill()
+            rank.process.join()
+        rank.pipe.close()
+
+
+def first_error(ranks: Sequence[RankProcess], deadline_s: float | None) -> FlexCPError | None:
+    """The error of the rank nearest to the cause, if the run failed."""
+    failed = [rank for rank in ranks if rank.failed]
+    silent = [rank for rank in ranks if rank.result is None]
+    first = min(failed, key=lambda rank: rank.blame, default=None)
+    if first is not None and first.blames_others and silent:
+        told = "" if first.result is None else first.result.summary
+        return RankLostError(
+            f"{'; '.join(rank.where for rank in silent)}: stalled, and was ended; rank {first.index}: {told}",
+            "Its process was stopped, or waits for something outside; a longer run.timeout_s waits longer.",
+        )
+    if first is not None:
+        return _with_place(first.error(), first, ranks)
+    if silent:
+        return RankFailedError(
+            f"ranks {[rank.index for rank in silent]} had not finished after {deadline_s} s and were ended",
+            "Give them more time, or look at what they wait for.",
+        )
+    return None
+
+
+def _with_place(error: FlexCPError, first: RankProcess, ranks: Sequence[RankProcess]) -> FlexCPError:
+    """One of FlexCP's own errors says where, unless all ranks raised it alike or it is about the input."""
+    own = first.result.error if first.result is not None else None
+    others = [rank.result.error for rank in ranks if rank is not first and rank.result is not None]
+    alike = own is not None and all(other is not None and other.cause == own.cause for other in others)
+    if own is None or isinstance(own, InputError) or (alike and len(others) == len(ranks) - 1):
+        return error
+    FlexCPError.__init__(error, f"{first.where}: {own.cause}", own.remedy)
+    return error

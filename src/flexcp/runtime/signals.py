@@ -1,0 +1,34 @@
+"""SIGTERM as a request: a run that is told to end finishes its step, saves, and ends as if it were done."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class StopOnSignal:
+    """Inside `with`, SIGTERM ends nothing and is remembered. Only the main thread can listen."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._before: Any = None
+
+    def asked(self) -> bool:
+        """Whether this rank has been told to end."""
+        return self._asked
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+
+    def __enter__(self) -> StopOnSignal:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._hear)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)

@@ -1,0 +1,235 @@
+"""Ranks that die, stall, raise or run out of memory: the others end soon, and a message says where it was."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexcp.core.errors import (
+    DisagreementError,
+    FlexCPError,
+    RankFailedError,
+    RankLostError,
+    UnsupportedError,
+)
+from flexcp.runtime.launch import launch
+from flexcp.runtime.status import last_words, leave_word, read_status, tell
+from tests.distributed.test_engine import make_engine, make_planner
+from tests.harness import run_ranks
+from tests.models import ListDataset, tiny_model
+
+TIMEOUT_S = 12.0  # how long a rank may be silent here
+LENGTHS = [60, 80, 100, 30, 20, 90]  # on ranks of 48 tokens: the long ones need two
+
+
+class Named(ListDataset):
+    """Samples with names."""
+
+    def name(self, index: int) -> str:
+        return f"file-{index}.txt"
+
+
+def fail(how: str) -> None:
+    """What becomes of a rank in the middle of a task."""
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "sleep":
+        time.sleep(600)
+    if how == "raise":
+        raise ZeroDivisionError("of the user's own")
+    if how == "refuse":
+        raise UnsupportedError("a mask of the user's own", "Leave it out.")
+    if how == "memory":
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, resource.RLIM_INFINITY))
+        torch.zeros(2**30)
+
+
+def train_until_it_fails(world: Any, how: str, folder: Path) -> None:
+    """Two steps, a checkpoint after the first; the last rank fails in its first task of step 1."""
+    from flexcp.integrations.transformers import enable
+    from flexcp.runtime.checkpoint import save_checkpoint
+
+    model = tiny_model()
+    data = Named(LENGTHS, unlabelled=())
+    planner = make_planner(world.size, tokens_per_rank=48)
+    with (
+        enable(model),
+        make_engine(model, planner, data, global_batch=6, steps=5, timeout_s=TIMEOUT_S) as engine,
+    ):
+        for step in engine:
+            for micro in step:
+                if step.index == 1 and world.rank == world.size - 1:
+                    folder.with_suffix(".failed").touch()
+                    fail(how)
+                step.backward(model(**micro.inputs), micro)
+            step.finish()
+            save_checkpoint(folder, step.index + 1, model, engine.optimizer, engine.state_dict(), 2)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [
+        ("kill", RankLostError, "was killed by SIGKILL\nThe kernel does this when memory runs out"),
+        ("stop", RankLostError, "stalled, and was ended; rank "),
+        ("sleep", RankLostError, "stalled, and was ended; rank "),
+        ("raise", RankFailedError, "raised:\nTraceback"),
+        ("refuse", UnsupportedError, ": a mask of the user's own\nLeave it out."),
+        ("memory", RankFailedError, "ran out of memory: "),
+    ],
+)
+def test_a_lost_rank_is_named_with_step_task_and_samples(
+    tmp_path: Path, how: str, kind: type[FlexCPError], words: str
+) -> None:
+    """All ranks are gone within 30 s of what any could notice, and the checkpoint of step 0 is whole."""
+    from flexcp.runtime.checkpoint import checkpoints, read_state
+
+    with pytest.raises(kind) as caught:
+        launch(train_until_it_fails, 3, (how, tmp_path / "saved"), timeout_s=TIMEOUT_S, log_dir=tmp_path)
+    text = str(caught.value)
+    failed_s = (tmp_path / "saved.failed").stat().st_mtime
+
+    assert time.time() - failed_s < 30 + (TIMEOUT_S if how in ("stop", "sleep") else 0)
+    assert type(caught.value) is kind
+    assert text.startswith(f"rank 2 on {socket.gethostname()}, in step 1, task 1 of ")
+    assert "on ranks [" in text
+    assert "(samples file-" in text
+    assert words in text
+    assert [path.name for path in checkpoints(tmp_path / "saved")] == ["step-00000001"]
+    assert read_state(tmp_path / "saved" / "step-00000001")["step"] == 1
+    assert len(list((tmp_path / "saved").iterdir())) == 1
+
+
+def test_a_status_is_the_last_word_and_fits_its_file(tmp_path: Path) -> None:
+    """Names that are many or odd are shortened, what is damaged is nothing, and the oldest comes first."""
+    leave_word(tmp_path, 3)
+    before = read_status(tmp_path, 3)
+    tell("task 1 of 2 on ranks [3]", 7, [f"ø{'x' * 40}-{i}" for i in range(500)])
+    status = read_status(tmp_path, 3)
+    (tmp_path / "rank-4.json").write_text('{"rank": 4')
+    (tmp_path / "rank-5.json").write_text('{"rank": 5, "host": "h", "at_s": 0, "doing": "x", "samples": []}')
+
+    assert (str(before), before.rank) == ("before step 0, starting", 3)
+    assert (status.step, status.host) == (7, socket.gethostname())
+    assert status.samples[-1] == f"and {500 - len(status.samples) + 1} more"
+    assert str(status).startswith("in step 7, task 1 of 2 on ranks [3] (samples øxxx")
+    assert (tmp_path / "rank-3.json").stat().st_size == 4096
+    assert read_status(tmp_path, 4) is read_status(tmp_path, 9) is None
+    words = last_words(tmp_path, 9, but=0).splitlines()
+    assert words[0].startswith("rank 5 on h was ")
+    assert words[1].startswith("rank 3 on ")
+    assert last_words(tmp_path, 5, but=3) == ""
+
+
+def train_past_a_bad_sample(world: Any, kind: str) -> dict[str, Any]:
+    """File 4 gives a loss that is not a number; the step with it is skipped. Then once more with "stop"."""
+    from flexcp.integrations.transformers import blocks_of, enable
+    from flexcp.runtime.sharding import shard
+    from flexcp.runtime.step import loss_sum_of
+
+    found: dict[str, Any] = {"notices": [], "reports": [], "changed": []}
+    model = tiny_model()
+    model = shard(model, kind, blocks=blocks_of(model))
+    data = Named(LENGTHS, unlabelled=())
+    planner = make_planner(world.size, tokens_per_rank=48)
+
+    def run(engine: Any) -> None:
+        for step in engine:
+            before = [local(p).clone() for p in model.parameters()]
+            for micro in step:
+                loss_sum = loss_sum_of(model(**micro.inputs), micro)
+                step.backward(loss_sum * math.nan if 4 in micro.sample_ids else loss_sum, micro)
+            found["reports"].append(step.finish())
+            after = [local(p) for p in model.parameters()]
+            found["changed"].append(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+
+    options = {"global_batch": 2, "steps": 6, "on_notice": found["notices"].append}
+    with enable(model):
+        with make_engine(model, planner, data, on_bad_loss="skip", **options) as engine:
+            run(engine)
+            found["state"] = engine.state_dict()
+        found["finite"] = all(bool(p.isfinite().all()) for p in model.parameters())
+        try:
+            with make_engine(model, planner, data, on_bad_loss="stop", **options) as engine:
+                run(engine)
+        except FlexCPError as error:
+            found["stop"] = str(error)
+    return found
+
+
+def local(parameter: Any) -> torch.Tensor:
+    """This rank's part of it."""
+    return (parameter.to_local() if hasattr(parameter, "to_local") else parameter).detach()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_step_that_is_not_finite_is_skipped_by_all_or_ends_the_run(kind: str) -> None:
+    """No weight changes on any rank, the samples of the task are named, the steps are counted."""
+    by_rank = run_ranks(train_past_a_bad_sample, 3, kind)
+    for rank, found in enumerate(by_rank):
+        skipped = [report.step for report in found["reports"][:6] if report.skipped]
+        assert skipped
+        assert len(skipped) == found["state"]["skipped_steps"] < 6
+        assert found["changed"][:6] == [not report.skipped for report in found["reports"][:6]]
+        assert found["finite"]
+        assert all((report.loss is None) == report.skipped for report in found["reports"])
+        assert len(found["notices"]) == (len(skipped) if rank == 0 else 0)
+        assert f"step {skipped[0]} has loss nan and gradient norm nan" in found["stop"]
+        assert "it comes from tasks with the samples " in found["stop"]
+        assert "file-4.txt" in found["stop"]
+        assert "The weights were not changed." in found["stop"]
+        assert json.dumps(found["reports"][skipped[0]].to_record(), allow_nan=False)
+    assert all("it was skipped and no weight was changed" in text for text in by_rank[0]["notices"])
+    assert all("file-4.txt" in text for text in by_rank[0]["notices"])
+
+
+def start_with_another(world: Any, folder: Path, key: str) -> str:
+    """Rank 1 was given another value, or has another version installed."""
+    from flexcp.runtime import agreement
+    from flexcp.train.trainer import train
+    from tests.distributed.test_training import make_config
+
+    config = make_config(folder)
+    if world.rank == 1 and key == "transformers":
+        agreement.version = lambda distribution_name: "0.0" if distribution_name == key else "1.0"
+    elif key == "transformers":
+        agreement.version = lambda distribution_name: "1.0"
+    elif world.rank == 1:
+        section, name = key.split(".")
+        part = getattr(config, section).model_copy(update={name: 7})
+        config = config.model_copy(update={section: part})
+    try:
+        train(world, config, quiet=True)
+    except DisagreementError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("transformers", "ranks [1] have another version of transformers than rank 0 (rank {}: {})"),
+        ("optimizer.lr", "ranks [1] have another optimizer.lr than rank 0 (rank {}: {})"),
+    ],
+)
+def test_disagreeing_ranks_are_told_before_step_0(tmp_path: Path, key: str, words: str) -> None:
+    """Versions and the resolved run file; the key is named, and each rank says what it has."""
+    from tests.distributed.test_training import make_config
+
+    make_config(tmp_path)
+    values = ("1.0", "0.0") if key == "transformers" else ("0.01", "7")
+    for rank, text in enumerate(run_ranks(start_with_another, 2, tmp_path, key)):
+        assert words.format(rank, values[rank]) in text
+    assert not (tmp_path / "run").exists()
