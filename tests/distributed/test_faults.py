@@ -229,7 +229,7 @@ def test_disagreeing_ranks_are_told_before_step_0(tmp_path: Path, key: str, word
     from tests.distributed.test_training import make_config
 
     make_config(tmp_path)
-    values = ("1.0", "0.0") if key == "transformers" else ("0.01", "7")
+    values = ("1.0", "0.0") if key == "transformers" else ("0.01", "7.0")
     for rank, text in enumerate(run_ranks(start_with_another, 2, tmp_path, key)):
         assert words.format(rank, values[rank]) in text
     assert not (tmp_path / "run").exists()
