@@ -131,12 +131,12 @@ def section(name, ranks, node, tokens, found):
         "mode",
         "policy",
         "step s",
-        "policy / flexcp (pairs)",
+        "policy / flexcp",
         "predicted",
         "tasks",
         "step",
         "gap",
-        "ms",
+        "wait ms",
     ]
     return [
         f"## {name}: {ranks} ranks, {node} a node, {tokens} tokens a rank, {SAMPLES * ranks} samples a step",

@@ -118,9 +118,10 @@ def main():
     parser.add_argument("--out")
     given = parser.parse_args()
     load, page = os.getloadavg()[0], []
-    scale, tokens, steps, batch = (128, 512, 1, 8) if given.short else (SCALE, TOKENS, 8, 32)
-    found = lists(given.lists) | {"mix of 300, 6,000 and 50,000 tokens": np.array(MIX * 20)}
-    for name, lengths in found.items():
+    scale, tokens, steps = (128, 512, 1) if given.short else (SCALE, TOKENS, 4)
+    batches = [(name, lengths, 64) for name, lengths in lists(given.lists).items()]
+    batches.append(("mix of 300, 6,000 and 50,000 tokens", np.array(MIX * 20), len(MIX)))
+    for name, lengths, batch in batches:
         scaled = np.maximum(1, lengths // scale)
         fitting = scaled[scaled <= 2 * tokens]
         ranks = launch(rank, 2, (fitting, batch, tokens, steps))
