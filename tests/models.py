@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-VOCAB = 97
+from tests.datasets import VOCAB, ListDataset
+
+__all__ = ["VOCAB", "ListDataset", "reference_step", "relative_error", "tiny_model"]
 
 _CONFIGS = {"qwen3": Qwen3Config, "llama": LlamaConfig, "qwen2": Qwen2Config, "mistral": MistralConfig}
 
@@ -31,27 +32,6 @@ def tiny_model(family: str = "qwen3", dtype: torch.dtype = torch.float32, layers
     )
     torch.manual_seed(7)
     return AutoModelForCausalLM.from_config(config).to(dtype).train()
-
-
-class ListDataset:
-    """Random samples of given lengths; sample 1 has no label at all, the others lose an uneven share."""
-
-    def __init__(self, lengths: Sequence[int], seed: int = 0, unlabelled: Sequence[int] = (1,)) -> None:
-        self.lengths = np.array(lengths, dtype=np.int64)
-        generator = np.random.default_rng(seed)
-        self._examples = []
-        for index, length in enumerate(lengths):
-            ids = generator.integers(0, VOCAB, length)
-            labels = np.where(generator.random(length) < (index % 4) / 5, -100, ids)
-            if index in unlabelled:
-                labels[:] = -100
-            self._examples.append({"input_ids": ids, "labels": labels})
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._examples[index]
 
 
 def reference_step(model: Any, dataset: Any, indices: Sequence[int]) -> float:

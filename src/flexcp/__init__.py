@@ -37,7 +37,7 @@ from flexcp.planner import Planner, make_plan
 if TYPE_CHECKING:
     from flexcp.attention import group_attention
     from flexcp.core.metrics import StepReport
-    from flexcp.integrations import transformers
+    from flexcp.integrations import megatron, transformers
     from flexcp.runtime.batches import MicroBatch
     from flexcp.runtime.engine import Engine
     from flexcp.runtime.launch import World, launch
@@ -80,6 +80,7 @@ __all__ = [
     "hardware",
     "launch",
     "make_plan",
+    "megatron",
     "model_shape",
     "samples_from_lengths",
     "shard",
@@ -87,7 +88,7 @@ __all__ = [
     "transformers",
 ]
 
-# Name -> the module that holds it; what needs the extra [train].
+# Name -> the module that holds it; what needs an extra.
 _LAZY = {
     "Engine": "flexcp.runtime.engine",
     "MicroBatch": "flexcp.runtime.batches",
@@ -97,22 +98,24 @@ _LAZY = {
     "launch": "flexcp.runtime.launch",
     "group_attention": "flexcp.attention",
     "shard": "flexcp.runtime.sharding",
+    "megatron": "flexcp.integrations.megatron",
     "transformers": "flexcp.integrations.transformers",
 }
+# Hosts: what must be there, and the extra that brings it.
+_HOSTS = {"megatron": ("megatron.core", "train,megatron"), "transformers": ("transformers", "train")}
 
 
 def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module 'flexcp' has no attribute {name!r}")
-    try:
-        # By themselves, so that only their absence is blamed on the extra.
-        importlib.import_module("torch")
-        if name == "transformers":
-            importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(error.name or "torch", "train") from error
+    host, extra = _HOSTS.get(name, ("torch", "train"))
+    for needed in ("torch", host):
+        try:
+            importlib.import_module(needed)  # by itself, so that only its absence is blamed on the extra
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(error.name or needed, extra) from error
     module = importlib.import_module(_LAZY[name])
-    return module if name == "transformers" else getattr(module, name)
+    return module if name in _HOSTS else getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -108,6 +108,17 @@ def test_engine_without_torch_names_the_remedy():
     assert run(code).stdout.strip() == "MissingExtraError pip install 'flexcp[train]'"
 
 
+def test_megatron_without_its_extra_names_the_remedy():
+    """Both extras are named, since one alone does not train."""
+    code = (
+        "import flexcp\n"
+        "try:\n    flexcp.megatron\n"
+        "except ImportError as error:\n    print(type(error).__name__, error.remedy)"
+    )
+
+    assert run(code).stdout.strip() == "MissingExtraError pip install 'flexcp[train,megatron]'"
+
+
 def test_train_without_torch_names_the_remedy():
     """`flexcp train` on a base install ends with one line of cause and the pip command."""
     result = run("from flexcp.cli import main; sys.exit(main(['train', 'run.toml']))")

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexcp.core.errors import DataError, FlexCPError
+from flexcp.core.cluster import Cluster
+from flexcp.core.errors import ConfigError, DataError, FlexCPError, SampleTooLongError
 from flexcp.core.layout import Layout, Piece
 from flexcp.core.plan import Plan, Task
 from flexcp.runtime.loss import IGNORE_INDEX, shift_labels
@@ -120,6 +121,28 @@ def sample_name(dataset: Dataset | Stream, index: int) -> str:
     """What to call a sample in a message: the data set's own `name(index)`, if it has one."""
     name = getattr(dataset, "name", None)
     return str(name(index)) if callable(name) else f"sample {index}"
+
+
+def check_fits(dataset: Dataset | Stream, cluster: Cluster, global_batch: int) -> None:
+    """Whether a data set can be trained on, as far as its lengths say; nothing is known of a stream.
+
+    Raises:
+        ConfigError: the global batch is empty.
+        DataError: the data set is.
+        SampleTooLongError: the longest sample needs more ranks than there are.
+    """
+    if global_batch < 1:
+        raise ConfigError(f"global_batch is {global_batch}", "A step needs at least one sample.")
+    if isinstance(dataset, Stream):
+        return
+    if len(dataset) == 0:
+        raise DataError("the data set is empty", "Give at least one sample.")
+    longest = int(np.argmax(dataset.lengths))
+    tokens = int(dataset.lengths[longest])
+    if tokens > cluster.capacity_tokens:
+        raise SampleTooLongError(
+            sample_name(dataset, longest), tokens, cluster.tokens_per_rank, cluster.ranks
+        )
 
 
 def rank_samples(plan: Plan, rank: int) -> set[int]:

@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flexcp.core.errors import ConfigError, DataError, RunError, SampleTooLongError
+from flexcp.core.errors import ConfigError, DataError, RunError
 from flexcp.core.plan import Plan
 from flexcp.core.trace import Span, TraceWriter
 from flexcp.cost.correction import Correction
 from flexcp.planner import Planner
 from flexcp.runtime.agreement import require_agreement, versions
-from flexcp.runtime.batches import Dataset, MicroBatch, Stream, sample_name
+from flexcp.runtime.batches import Dataset, MicroBatch, Stream, check_fits, sample_name
 from flexcp.runtime.collectives import all_gather_rows, peers_in_reach
 from flexcp.runtime.feed import Feed, Prepared
 from flexcp.runtime.launch import DEFAULT_TIMEOUT_S
@@ -333,18 +333,7 @@ def _check(planner: AnyPlanner, dataset: Dataset | Stream, global_batch: int) ->
             f"the planner plans for {cluster.ranks} ranks, the world has {dist.get_world_size()}",
             "Make the planner's Cluster with ranks=dist.get_world_size().",
         )
-    if global_batch < 1:
-        raise ConfigError(f"global_batch is {global_batch}", "A step needs at least one sample.")
-    if isinstance(dataset, Stream):
-        return
-    if len(dataset) == 0:
-        raise DataError("the data set is empty", "Give at least one sample.")
-    longest = int(np.argmax(dataset.lengths))
-    tokens = int(dataset.lengths[longest])
-    if tokens > cluster.capacity_tokens:
-        raise SampleTooLongError(
-            sample_name(dataset, longest), tokens, cluster.tokens_per_rank, cluster.ranks
-        )
+    check_fits(dataset, cluster, global_batch)
 
 
 def _learning(planner: AnyPlanner) -> Learning:

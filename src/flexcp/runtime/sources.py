@@ -48,11 +48,13 @@ class MapSource:
     Args:
         dataset: the data.
         indices: samples of a step; none behind the last one.
+        rank: of the plan, that this process stands for.
     """
 
-    def __init__(self, dataset: Dataset, indices: Callable[[int], Sequence[int]]) -> None:
+    def __init__(self, dataset: Dataset, indices: Callable[[int], Sequence[int]], rank: int) -> None:
         self._dataset = dataset
         self._indices = indices
+        self._rank = rank
 
     def samples(self, step: int) -> tuple[Sample, ...]:
         """Lengths are known, so nothing is read."""
@@ -61,7 +63,7 @@ class MapSource:
 
     def examples(self, step: int, plan: Plan) -> dict[int, Example]:
         """Read them; see `load_examples`."""
-        return load_examples(self._dataset, plan, dist.get_rank())
+        return load_examples(self._dataset, plan, self._rank)
 
 
 class StreamSource:
@@ -172,18 +174,30 @@ def training_source(
     """Steps of a training run, up to `steps`; a stream may end before."""
     if isinstance(dataset, Stream):
         return StreamSource(dataset, global_batch, steps, group)
+    return MapSource(dataset, shuffled(dataset, global_batch, seed, steps), dist.get_rank())
+
+
+def shuffled(
+    dataset: Dataset, global_batch: int, seed: int, steps: int | None
+) -> Callable[[int], Sequence[int]]:
+    """Samples of every step of a training run; none from `steps` on."""
 
     def indices(step: int) -> Sequence[int]:
         over = steps is not None and step >= steps
         chosen: list[int] = [] if over else batch_indices(len(dataset), global_batch, seed, step).tolist()
         return chosen
 
-    return MapSource(dataset, indices)
+    return indices
 
 
 def whole_source(dataset: Dataset | Stream, global_batch: int, group: dist.ProcessGroup) -> Source:
     """Every sample once, in order; the last batch may be smaller."""
     if isinstance(dataset, Stream):
         return StreamSource(dataset, global_batch, None, group)
+    return MapSource(dataset, in_order(dataset, global_batch), dist.get_rank())
+
+
+def in_order(dataset: Dataset, global_batch: int) -> Callable[[int], Sequence[int]]:
+    """Samples of every batch of one pass over the data."""
     every = range(len(dataset))
-    return MapSource(dataset, lambda step: every[step * global_batch : (step + 1) * global_batch])
+    return lambda step: every[step * global_batch : (step + 1) * global_batch]

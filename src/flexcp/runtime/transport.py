@@ -29,28 +29,44 @@ class Transport:
     on it (a barrier) happens here, since on NCCL subsets may only talk once the communicator exists. Then
     every rank greets those it will likely meet, since the first message between two ranks is slow.
 
+    Where a rank of the plan is a TP x PP cell of several processes, messages pass between the processes that
+    have the same place in their cells: a column.
+
     Args:
         timeout_s: a message that takes longer ends with an error (where the backend heeds it).
         ranks_per_node: ranks of one node greet each other; across nodes neighbours do. Default: all ranks.
+        columns: processes by rank of the plan, one list for each place in a cell, the same lists on all
+            processes. Default: every process is a rank.
 
     Attributes:
+        rank: of the plan, that this process stands for.
+        members: processes of this column, by rank of the plan.
         met: ranks that this one has greeted.
     """
 
-    def __init__(self, timeout_s: float = DEFAULT_TIMEOUT_S, ranks_per_node: int | None = None) -> None:
-        self.group = dist.new_group(timeout=timedelta(seconds=timeout_s))
-        self.rank = dist.get_rank()
+    def __init__(
+        self,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        ranks_per_node: int | None = None,
+        columns: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        process = dist.get_rank()
+        for column in columns or [range(dist.get_world_size())]:  # all processes make all groups
+            group = dist.new_group(list(column), timeout=timedelta(seconds=timeout_s))
+            if process in column:
+                self.group, self.members = group, tuple(column)
+        self.rank = self.members.index(process)
         self.buffers = Buffers()
         # gloo alone takes a short message without a word; NCCL waits for the rest until the timeout, and to
         # read the length there would stall the accelerator.
         self.checks_lengths = dist.get_backend(self.group) == "gloo"
         dist.barrier(self.group)
-        ranks = dist.get_world_size()
+        ranks = len(self.members)
         self.met = likely_peers(self.rank, ranks, ranks_per_node or ranks)
         self._greet(range(ranks))
 
     def exchange(self, ranks: Sequence[int], kind: ExchangeKind = "ring") -> GroupExchange:
-        """Messages among `ranks` (global, in ring order), as seen from this rank, which is one of them."""
+        """Messages among `ranks` (of the plan, in ring order), as seen from this one, which is among them."""
         return GroupExchange(self, tuple(ranks), kind)
 
     def _greet(self, ranks: Sequence[int]) -> None:
@@ -97,13 +113,14 @@ class GroupExchange:
     ) -> PendingWorks:
         """Start all messages; they must stay untouched until `wait`."""
         group, ranks = self._transport.group, self._ranks
+        processes = [self._transport.members[rank] for rank in ranks]
         for message, _ in sends:
             message.length.fill_(message.payload_bytes)
         for message, _ in receives:
             message.length.fill_(-1)
         # gloo tells lanes apart by the tag; NCCL goes by order, which is the same on both sides.
-        ops = [dist.P2POp(dist.isend, m.whole, ranks[member], group, lane) for m, member in sends]
-        ops += [dist.P2POp(dist.irecv, m.whole, ranks[member], group, lane) for m, member in receives]
+        ops = [dist.P2POp(dist.isend, m.whole, processes[member], group, lane) for m, member in sends]
+        ops += [dist.P2POp(dist.irecv, m.whole, processes[member], group, lane) for m, member in receives]
         arriving = [(m, ranks[member]) for m, member in receives] if self._transport.checks_lengths else []
         try:
             works = dist.batch_isend_irecv(ops) if ops else []

@@ -1,0 +1,116 @@
+"""What the processes of the Megatron tests run: each installs the shim before it imports megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flexcp.core.cluster import Cluster
+from flexcp.core.plan import Plan, Task
+from flexcp.core.sample import Sample
+from flexcp.runtime.order import batch_indices
+from tests.datasets import ListDataset
+from tests.megatron import shim
+
+LENGTHS = [37, 12, 61, 5, 1, 90, 23, 2, 44, 71, 3, 128, 17, 29, 8, 53, 31, 7, 100]
+GLOBAL_BATCH = 9
+
+
+# Degrees of the groups of a wave, by number of ranks; ranks left over have no task in it.
+PATTERNS = {
+    1: [[1]],
+    2: [[1, 1], [2], [1]],
+    3: [[3], [1, 2], [2], [1, 1, 1]],
+    4: [[3, 1], [1, 2], [4], [1, 1, 1]],
+}
+
+
+@dataclass(frozen=True)
+class MixedPlanner:
+    """Degrees in turn, whatever they cost; the last ranks of a wave come first in the next one."""
+
+    cluster: Cluster
+
+    def __call__(self, samples: Sequence[Sample]) -> Plan:
+        ranks, tasks, wave = self.cluster.ranks, [], 0
+        left = list(range(len(samples)))
+        while left:
+            pattern = PATTERNS[ranks][wave % len(PATTERNS[ranks])]
+            places = [(wave + place) % ranks for place in range(ranks)]
+            for degree in pattern:
+                pack, left = left[: 1 + degree % 2], left[1 + degree % 2 :]
+                group, places = places[:degree], places[degree:]
+                if pack:
+                    tasks.append(Task(tuple(pack), tuple(group), wave, float(wave), wave + 1.0))
+            wave += 1
+        return Plan("mixed", "lockstep", self.cluster, 16, tuple(samples), tuple(tasks), 1.0)
+
+
+def make_planner(ranks: int) -> MixedPlanner:
+    """Plans of every degree."""
+    return MixedPlanner(Cluster(ranks, 256))
+
+
+def start(world: Any, tensor: int = 1, pipeline: int = 1, **options: Any) -> None:
+    """Megatron's groups, on the CPU."""
+    shim.install()
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(tensor, pipeline, **options)
+
+
+def train_alone(world: Any, steps: int, options: dict[str, Any]) -> Any:
+    """First weights, and losses and gradients of every step, by Megatron's own attention on one process."""
+    start(world)
+    from tests.megatron import host
+
+    dataset = ListDataset(LENGTHS)
+    batches = [batch_indices(len(dataset), GLOBAL_BATCH, 0, step).tolist() for step in range(steps)]
+    model = host.provider(host.make_config(**options), flexible=False)
+    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    return weights, *host.reference(weights, dataset, batches, **options)
+
+
+def train_flexibly(
+    world: Any,
+    weights: Any,
+    gradients: Any,
+    tensor: int,
+    pipeline: int,
+    options: dict[str, Any],
+    wrapping: dict[str, Any],
+) -> dict[str, Any]:
+    """Losses, largest relative error of any gradient by step, degrees and micro-batches of every step."""
+    start(world, tensor, pipeline)
+    from flexcp.integrations.megatron import Engine
+    from tests.megatron import host
+
+    model = host.provider(host.make_config(**options))
+    host.seed_weights(model, weights)
+    ddp, optimizer = host.wrap(model, **wrapping)
+    cells = world.size // (tensor * pipeline)
+    with Engine(
+        [ddp], make_planner(cells), ListDataset(LENGTHS), global_batch=GLOBAL_BATCH, steps=len(gradients)
+    ) as engine:
+        found: dict[str, Any] = {"degrees": [], "counts": []}
+
+        def watched() -> Any:
+            for step in engine:
+                found["degrees"].append(dict(step.plan.degrees))
+                found["counts"].append(step.num_microbatches)
+                yield step
+
+        found["losses"], reduced = host.train(watched(), ddp, optimizer)
+    found["errors"] = [
+        _worst(got, host.own_share(model, whole)) for got, whole in zip(reduced, gradients, strict=True)
+    ]
+    return found
+
+
+def _worst(got: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str]:
+    """The largest relative error of a tensor, and its name; every parameter must have a gradient."""
+    from tests.reference import relative_error
+
+    errors = [(relative_error(got[name], expected[name].double()), name) for name in expected]
+    return max(errors)
