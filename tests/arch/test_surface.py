@@ -20,7 +20,8 @@ def test_public_names_are_listed_and_sorted():
 
     assert sorted(flexcp.__all__) == flexcp.__all__
     assert visible - modules - hidden <= set(flexcp.__all__)
-    assert all(getattr(flexcp, name) is not None for name in flexcp.__all__)
+    # megatron-core is imported in the processes of its own tests: that takes long, and warns.
+    assert all(getattr(flexcp, name) is not None for name in flexcp.__all__ if name != "megatron")
     assert dir(flexcp) == flexcp.__all__
 
 

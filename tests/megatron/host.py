@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from flexcp.integrations.megatron import enable, with_attention
+import flexcp
 from tests.datasets import VOCAB
 
 PADDED_VOCAB = 100  # divides by the TP sizes of the tests
@@ -101,7 +101,7 @@ def provider(config: TransformerConfig, *, flexible: bool = True, **options: Any
     spec = local_spec(config)
     model = GPTModel(
         config,
-        with_attention(spec) if flexible else spec,
+        flexcp.megatron.with_attention(spec) if flexible else spec,
         vocab_size=PADDED_VOCAB,
         max_sequence_length=4096,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -109,7 +109,7 @@ def provider(config: TransformerConfig, *, flexible: bool = True, **options: Any
         position_embedding_type="rope",
         **{"share_embeddings_and_output_weights": True, **options},
     )
-    return enable(model) if flexible else model
+    return flexcp.megatron.enable(model) if flexible else model
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:

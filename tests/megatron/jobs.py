@@ -83,14 +83,14 @@ def train_flexibly(
 ) -> dict[str, Any]:
     """Losses, largest relative error of any gradient by step, degrees and micro-batches of every step."""
     start(world, tensor, pipeline)
-    from flexcp.integrations.megatron import Engine
+    import flexcp
     from tests.megatron import host
 
     model = host.provider(host.make_config(**options))
     host.seed_weights(model, weights)
     ddp, optimizer = host.wrap(model, **wrapping)
     cells = world.size // (tensor * pipeline)
-    with Engine(
+    with flexcp.megatron.Engine(
         [ddp], make_planner(cells), ListDataset(LENGTHS), global_batch=GLOBAL_BATCH, steps=len(gradients)
     ) as engine:
         found: dict[str, Any] = {"degrees": [], "counts": []}

@@ -43,7 +43,7 @@ def inputs(transport: Transport) -> dict[str, Any]:
     plan = Plan("test", "lockstep", Cluster(1, 99), 0, samples, (Task((0, 1, 2), (0,), 0, 0.0, 1.0),), 1.0)
     generator = np.random.default_rng(3)
     examples = {i: {"input_ids": generator.integers(0, VOCAB, n)} for i, n in enumerate(LENGTHS)}
-    return make_micro_batch(plan, plan.tasks[0], examples, transport, torch.device("cpu")).inputs
+    return make_micro_batch(plan, plan.tasks[0], examples, transport).inputs
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
