@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 from megatron.core.models.gpt import GPTModel
 
-from flexcp.core.errors import ConfigError, DisagreementError, RunError, UnsupportedError
+from flexcp.core.errors import ConfigError, RunError, UnsupportedError
 from flexcp.integrations.megatron.grid import Grid, read_grid
 from flexcp.integrations.megatron.hooks import LocalRotary, enable
 from flexcp.integrations.megatron.step import Step
 from flexcp.planner import Planner
+from flexcp.runtime.agreement import require_agreement, versions
 from flexcp.runtime.batches import Dataset, Stream, check_fits
-from flexcp.runtime.collectives import first_difference
 from flexcp.runtime.feed import Ahead, Feed, Prepared
 from flexcp.runtime.launch import DEFAULT_TIMEOUT_S
 from flexcp.runtime.planning import AnyPlanner, Notify, meet
@@ -260,8 +260,7 @@ def _check_agreement(engine: Engine) -> None:
     lengths = np.ascontiguousarray(engine.dataset.lengths, dtype="<i8").tobytes()
     planner = engine.planner
     values = {
-        "version of torch": version("torch"),
-        "version of numpy": version("numpy"),
+        **versions(),
         "version of megatron-core": version("megatron-core"),
         "planner": repr(planner if isinstance(planner, Planner) else planner.cluster),
         "lengths of the data set": hashlib.sha256(lengths).hexdigest(),
@@ -269,9 +268,4 @@ def _check_agreement(engine: Engine) -> None:
         "number of steps": str(engine.steps),
         "seed": str(engine.seed),
     }
-    if difference := first_difference(values):
-        name, processes = difference
-        raise DisagreementError(
-            f"processes {processes} have another {name} than process 0 ({values[name][:80]} here)",
-            "Construct the Engine with equal arguments on all processes.",
-        )
+    require_agreement(values, "Construct the Engine with equal arguments on all processes.")
