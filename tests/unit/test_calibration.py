@@ -196,7 +196,7 @@ def test_links_between_nodes_are_measured_or_a_presets_and_never_the_faster():
     cpu = hardware("cpu")
     assert fit(tasks(), SETUP).cost.inter == Link(cpu.inter_bytes_per_s, cpu.inter_latency_s)
     slow = Link(1e3, 1.0)
-    assert fit(tasks(replace(TRUTH, intra=slow)), replace(SETUP, link=slow)).cost.inter == slow
+    assert fit(tasks(replace(TRUTH, intra=slow, inter=slow)), replace(SETUP, link=slow)).cost.inter == slow
 
 
 def test_other_device_is_refused_by_name():
@@ -230,6 +230,25 @@ def test_other_device_is_refused_by_name():
         ("memory_bytes", 1.5, None),
         ("setup.memory_bytes", 1.5, "setup.memory_bytes is 1.5"),
         ("setup.memory_bytes_per_token", -1, "setup.memory_bytes_per_token is -1"),
+        ("setup.memory_bytes_per_token", 5e-324, "setup.memory_bytes_per_token is 5e-324"),
+        ("setup", [], "setup is \\[\\]"),
+        ("setup.model", [], "setup.model is \\[\\]"),
+        ("setup.link", [], "setup.link is \\[\\]"),
+        ("setup.inter_link", [], "setup.inter_link is \\[\\]"),
+        ("setup.model.encoder", [], "setup.model.encoder is \\[\\]"),
+        ("coefficients", [], "coefficients is \\[\\]"),
+        ("spreads", "x", "spreads is 'x'"),
+        ("coefficients.pair_s", 1e308, "coefficients.pair_s is 1e\\+308"),
+        ("coefficients.token_s", 5e-324, "coefficients.token_s is 5e-324"),
+        ("coefficients.pack_s", 1e7, "coefficients.pack_s is 10000000.0"),
+        ("coefficients.pack_s", 10**400, "coefficients.pack_s is 1000"),
+        ("error_mean", 10**400, "error_mean is 1000"),
+        ("setup.link.latency_s", 10**400, "setup.link.latency_s is 1000"),
+        ("setup.link.bytes_per_s", 0.5, "setup.link.bytes_per_s is 0.5"),
+        ("setup.memory_bytes", 10**400, "setup.memory_bytes is 1000"),
+        ("setup.model.layers", 10**400, "setup.model.layers is 1000"),
+        ("degrees", [10**400], "degrees.0 is 1000"),
+        ("tokens", [5, 4], "tokens is \\[5, 4\\]"),
     ],
 )
 def test_damaged_file_names_its_field(place, value, cause):
@@ -255,6 +274,9 @@ def test_truncated_or_absent_file(tmp_path):
     with pytest.raises(InputError, match=r"calibration\.json cannot be read"):
         read_calibration(path)
     path.write_text(fit(tasks(), SETUP).to_json()[:300])
+    with pytest.raises(InputError, match=r"calibration\.json is not JSON"):
+        read_calibration(path)
+    path.write_text("[" * 100_000)
     with pytest.raises(InputError, match=r"calibration\.json is not JSON"):
         read_calibration(path)
     path.write_text("[1]")
@@ -286,11 +308,40 @@ def test_table_of_measurements(tmp_path):
         ([",".join(COLUMNS), "8,36,1,8,1,0,2,fast"], "row 1: seconds is 'fast'"),
         ([",".join(COLUMNS), "8.5,36,1,8,1,0,2,1"], "row 1: tokens is '8.5'"),
         ([",".join(COLUMNS), "8,36,1,8,1,0,0,1"], "row 1: degree 0"),
+        ([",".join(COLUMNS), "8,65,1,8,1,0,2,1"], "row 1: 65 pairs are more than 8 tokens have"),
+        ([",".join(COLUMNS), "8,36,9,8,1,0,2,1"], "row 1: samples is 9, and tokens 8"),
+        ([",".join(COLUMNS), "8,36,1,8,2,0,2,1"], "row 1: cut_samples is 2, and samples 1"),
+        ([",".join(COLUMNS), "8,36,1,9,1,0,2,1"], "row 1: cut_tokens is 9, and tokens 8"),
+        ([",".join(COLUMNS), "8,36,1,8,1,9,2,1"], "row 1: longest_whole_tokens is 9, and tokens 8"),
+        ([",".join(COLUMNS), "8,36,1,8,1,0,2,1e-320"], "row 1: a time of 1e-320 s"),
+        ([",".join(COLUMNS), "8,36,1,8,1,0,2,1", "9" * 400 + ",36,1,8,1,0,2,1"], "row 2: tokens is '999"),
+        ([",".join(COLUMNS), "8," + "9" * 5000 + ",1,8,1,0,2,1"], "row 1: pairs is '999"),
+        ([",".join(COLUMNS), "8," + "9" * 200_000 + ",1,8,1,0,2,1"], "row 1 cannot be read: field larger"),
+        (["when,ms", "1,2"], "has no column 'tokens', 'pairs', 'samples'"),
     ],
 )
 def test_bad_table_names_its_row(tmp_path, lines, cause):
     with pytest.raises(InputError, match=cause):
         read_measurements(write(tmp_path, *lines))
+
+
+def test_table_from_a_spreadsheet(tmp_path):
+    """A byte order mark, and spaces after commas."""
+    path = write(tmp_path, ", ".join(COLUMNS), "8, 36, 1, 8, 1, 0, 2, 0.5")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_measurements(path) == (Measurement(Load(8, 36, 1, 8, 1, 0), 2, 0.5),)
+
+
+def test_an_encoder_may_take_more_pairs_than_tokens_have(tmp_path):
+    path = write(tmp_path, ",".join(COLUMNS), "8,650,1,8,1,0,2,1")
+    assert read_measurements(path, encoder=True)[0].load.pairs == 650
+
+
+def test_a_fit_that_could_not_be_read_is_refused():
+    """Reading it would refuse the file; better before it is written."""
+    slow = replace(TRUTH, pair_s=1.0, token_s=1e4, sample_s=1e4, pack_s=5e6, ring_step_s=1e5)
+    with pytest.raises(InputError, match=r"^pack_s came out as 5e\+06 s"):
+        fit(tasks(slow), SETUP)
 
 
 def test_thinned_distca_times_are_predicted():
@@ -321,6 +372,9 @@ def test_all_distca_times_are_predicted(seed):
         ("1|1|5|[]", "row 1: batch is"),
         ("1|1|5|[4, 0]", "row 1: batch is"),
         ("1|1|5", "row 1: batch is missing"),
+        ("1|1|5|" + "[" * 100_000, "row 1: batch is"),
+        ("1|1|5|[" + "9" * 400 + "]", "row 1: batch is"),
+        ("1" * 400 + "|1|5|[4]", "row 1: tp is '111"),
     ],
 )
 def test_bad_distca_row_is_named(tmp_path, row, cause):

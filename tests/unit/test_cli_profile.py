@@ -8,6 +8,8 @@ import pytest
 from tests.unit.test_cli import flat
 
 from flexcp.cli import main
+from flexcp.cli.outputs import require_writable, write_output
+from flexcp.core.errors import ConfigError
 from flexcp.core.model_shape import model_shape
 from flexcp.core.sample import Sample
 from flexcp.cost import Load, cost_model, hardware
@@ -46,3 +48,46 @@ def test_attention_times_of_others_are_judged(capfd):
     assert "176 times, seed 0" in out
     assert main(["profile", "--import", str(PACKS), "--out", "c.json"]) == 2
     assert "make no calibration" in flat(capfd.readouterr().err)
+
+
+def test_a_foreign_table_is_named_before_out_is_asked_for(tmp_path, capfd):
+    """Its missing columns are what to mend first."""
+    (tmp_path / "other.csv").write_text("when,ms\n1,2\n")
+    assert main(["profile", "--import", str(tmp_path / "other.csv")]) == 2
+    assert "has no column 'tokens', 'pairs'" in flat(capfd.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ["reproduce", "main", "--out", "{}"],
+        ["profile", "--out", "{}"],
+        ["plan", "no-such-lengths.json", "--model", "qwen3-8b", "--ranks", "8", "--out", "{}"],
+        ["lengths", "no-such-lengths.json", "--out", "{}"],
+        ["report", str(PACKS), "--out", "{}"],
+    ],
+)
+def test_a_file_that_cannot_be_written_is_named_before_the_work(tmp_path, capfd, call):
+    """A folder, a missing folder, a file system that takes no files; what may be written stays untouched."""
+    (tmp_path / "folder.json").mkdir()
+    for name, cause in [
+        (f"{tmp_path}/folder.json", "folder.json is a folder"),
+        (f"{tmp_path}/no/such.json", "does not exist"),
+        ("/proc/x.json", "/proc/x.json cannot be written"),
+    ]:
+        assert main([part.format(name) for part in call]) == 2
+        shown = flat(capfd.readouterr().err)
+        assert cause in shown
+        assert "fix: " in shown
+    kept = tmp_path / "kept.json"
+    kept.write_text("as it was")
+    require_writable(kept)
+    require_writable(tmp_path / "new.json")
+    assert kept.read_text() == "as it was"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.json", "kept.json"]
+
+
+def test_a_write_that_fails_is_named(tmp_path):
+    """A disk may fill up while the work goes on."""
+    with pytest.raises(ConfigError, match=r"/dev/full cannot be written \(No space left"):
+        write_output(Path("/dev/full"), "text")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from tests.run_folders import BATCHES, write_run
@@ -19,6 +23,7 @@ from flexcp.core.trace import read_spans
 from flexcp.report.page.from_plan import subject_of_plan
 from flexcp.report.page.from_run import subject_of_run
 from flexcp.report.page.html import page
+from flexcp.report.page.spans import latest_spans
 from flexcp.report.page.subject import plans_of
 
 LENGTHS = Path(__file__).parents[1] / "data" / "python_source_lengths_qwen.json"
@@ -355,6 +360,10 @@ def test_damaged_runs_are_named(run: Path, capfd, how: str, cause: str, remedy: 
             lambda text: re.sub(r'"bound_s": [\d.e-]+', '"bound_s": 0', text),
             "is damaged (ValueError: bound_s is 0",
         ),
+        (
+            lambda text: re.sub(r'"ranks": \[[^]]*\]', '"ranks": []', text),
+            "is damaged (ValueError: a task has no ranks",
+        ),
     ],
 )
 def test_damaged_plans_are_named(plan_file: Path, tmp_path: Path, capfd, change, cause: str) -> None:
@@ -375,7 +384,7 @@ def test_damaged_plans_are_named(plan_file: Path, tmp_path: Path, capfd, change,
         (["{run}", "--step", "9"], "there is no step 9"),
         (["{plan}", "--step", "2"], "there is no step 2"),
         (["{run}", "--out", "page.pdf"], "--out page.pdf is neither .html, .svg or .json"),
-        (["{run}", "--out", "no/such/page.html"], "no/such/page.html cannot be written"),
+        (["{run}", "--out", "no/such/page.html"], "the folder of --out no/such/page.html does not exist"),
     ],
 )
 def test_wrong_arguments(run: Path, plan_file: Path, capfd, arguments: list[str], cause: str) -> None:
@@ -386,6 +395,52 @@ def test_wrong_arguments(run: Path, plan_file: Path, capfd, arguments: list[str]
     shown = capfd.readouterr().err
     assert cause in shown
     assert "fix:" in shown
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Root may read everything; whoever else runs the tests stays who they are."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize(
+    "name", ["run.json", "metrics.jsonl", "trace/from-step-00000000/rank-0.jsonl", "trace", ""]
+)
+def test_what_may_not_be_read_is_named(run: Path, name: str) -> None:
+    """A file, a folder in the run folder, or that itself."""
+    with TemporaryDirectory() as folder:  # pytest's own is closed to others
+        Path(folder).chmod(0o755)
+        copy = shutil.copytree(run, Path(folder) / "run")
+        hidden = copy / name
+        hidden.chmod(0)
+        try:
+            for made in (subject_of_run, lambda given: list(latest_spans(given))):
+                if made is not subject_of_run and not name.startswith("trace"):
+                    continue
+                with as_nobody(), pytest.raises(InputError, match=r"cannot be read \(Permission") as caught:
+                    made(copy)
+                assert str(hidden) in caught.value.cause
+                assert caught.value.remedy
+        finally:
+            hidden.chmod(0o755)
+
+
+def test_a_run_that_no_policy_can_plan_has_a_page(run: Path) -> None:
+    """Its budget, as run.json has it, holds no sample: the page says so instead of drawing bars."""
+    info = json.loads((run / "run.json").read_text())
+    info["cluster"]["tokens_per_rank"] = 1
+    (run / "run.json").write_text(json.dumps(info))
+    subject = subject_of_run(run)
+
+    assert all(row.refusal for row in subject.policies)
+    assert "No policy can plan these samples." in page(subject)
 
 
 def test_cut_files_are_shown_as_far_as_they_go(run: Path) -> None:

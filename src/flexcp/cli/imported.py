@@ -43,7 +43,7 @@ def import_tasks(path: Path, model: str | None, hardware_name: str) -> Calibrati
         memory_bytes=preset.memory_bytes,
         inter_link=Link(preset.inter_bytes_per_s, preset.inter_latency_s),
     )
-    return fit(read_measurements(path), setup)
+    return fit(read_measurements(path, encoder=shape.encoder is not None), setup)
 
 
 def show_attention(path: Path, console: Console) -> None:

@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from flexcp.cli.outputs import require_writable
 from flexcp.core.errors import ConfigError, DataError
-from flexcp.core.lengths import read_lengths, write_lengths
+from flexcp.core.lengths import read_lengths, require_suffix, write_lengths
 from flexcp.train.data.dataset import ANY_FILE, open_documents, open_tokenizer
 from flexcp.train.data.documents import Skipped
 from flexcp.train.data.index import Progress as Report
@@ -53,6 +54,9 @@ def lengths(
     Folders, .jsonl, .parquet, save_to_disk folders and text files are tokenized; .idx (Megatron), .json,
     .csv, .tsv and .psv hold lengths already.
     """
+    if out is not None:
+        require_suffix(out)
+        require_writable(out)
     given = {"--tokenizer": tokenizer, "--pattern": pattern, "--text-column": text_column}
     counted = [path for path in paths if column is None and path.suffix not in _LENGTH_FILES]
     unused = [name for name, value in given.items() if value is not None]

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from flexcp.cli.comparison import compare, verdict
 from flexcp.cli.memory import Holding, MemorySize, ShardingName, TokensPerRank
+from flexcp.cli.outputs import require_writable, write_output
 from flexcp.cli.plan_json import report_json
 from flexcp.cli.request import (
     BATCH,
@@ -78,7 +79,7 @@ def plan(
     """Plan global batches and compare policies; needs no accelerator and no torch."""
     if policy != "all" and policy not in POLICIES:
         raise UnknownNameError("policy", policy, ["all", *POLICIES])
-    _refuse_other_files(out or ())
+    _check_outputs(out or ())
     request = read_request(
         lengths,
         model=model,
@@ -104,12 +105,13 @@ def plan(
         report.show(Console(), explain=explain)
 
 
-def _refuse_other_files(paths: Sequence[Path]) -> None:
+def _check_outputs(paths: Sequence[Path]) -> None:
     for path in paths:
         if path.suffix not in (".json", ".svg"):
             raise ConfigError(
                 f"--out {path} is neither .json nor .svg", "Plans are .json, drawings are .svg."
             )
+        require_writable(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +140,7 @@ class _Report:
             text = plan_svg(self._subject.plans[0])
         else:
             raise ConfigError(f"{self._subject.policy} has no plan to draw", self._subject.refusal)
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"{path} cannot be written ({error.strerror})", "Name a file in a folder that exists."
-            ) from None
+        write_output(path, text)
 
     def show(self, console: Console, *, explain: bool) -> None:
         console.print(Text(self.sentence, "bold"), highlight=False)

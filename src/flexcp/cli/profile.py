@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from flexcp.cli.imported import import_tasks, show_attention
+from flexcp.cli.outputs import require_writable, write_output
 from flexcp.core.errors import ConfigError, MissingExtraError
 from flexcp.cost.calibration import Calibration, is_calibration
-from flexcp.cost.measurements import is_attention_table
+from flexcp.cost.measurements import is_attention_table, require_columns
 
 _MEANING = {
     "pair_s": "one attended pair",
@@ -56,19 +57,20 @@ def profile(
             )
         show_attention(table, Console())
         return
+    if table is not None:
+        require_columns(table)
     if out is None:
         raise ConfigError("--out is missing", "Name the file to write: --out calibration.json.")
     if not is_calibration(out.name):
         raise ConfigError(f"--out {out} is not a .json file", "Calibrations are JSON.")
-    if not out.parent.is_dir():
-        raise ConfigError(f"the folder of --out {out} does not exist", "Make it, or name another one.")
+    require_writable(out)
     if table is not None:
         calibration: Calibration | None = import_tasks(table, model, hardware_name)
     else:
         calibration = _measured(config, nproc, longest, seconds, shown=not as_json)
     if calibration is None:  # another rank of torchrun writes
         return
-    out.write_text(calibration.to_json(), encoding="utf-8")
+    write_output(out, calibration.to_json())
     if as_json:
         typer.echo(json.dumps(json.loads(calibration.to_json())))
     else:

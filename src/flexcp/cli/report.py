@@ -10,7 +10,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from flexcp.cli.outputs import require_writable, write_output
 from flexcp.core.errors import ConfigError
+from flexcp.core.jsonl import readable
 from flexcp.core.plan import Plan
 from flexcp.core.trace import Span, task_detail, to_perfetto
 from flexcp.report.page.from_plan import subject_of_plan
@@ -40,8 +42,9 @@ def report(
 
     Reads the folder of flexcp train, or what flexcp plan --out plan.json wrote.
     """
-    run = source.is_dir()
-    if not source.exists():
+    with readable(source):
+        run, there = source.is_dir(), source.exists()
+    if not there:
         raise ConfigError(f"{source} does not exist", "Give a run folder, or the .json of flexcp plan --out.")
     targets = out or [(source if run else source.parent) / "report.html"]
     for path in targets:
@@ -49,6 +52,7 @@ def report(
             raise ConfigError(
                 f"--out {path} is neither {_KINDS}", "Pages are .html, drawings .svg, spans .json."
             )
+        require_writable(path)
     console = Console()
     subject = subject_of_run(source, step) if run else subject_of_plan(source, step)
     plans = plans_of(subject, step)
@@ -77,12 +81,7 @@ def _write(path: Path, source: Path, subject: Subject, plans: Sequence[Plan], st
         text = plans_svg(plans)
     else:
         text = to_perfetto(latest_spans(source) if source.is_dir() else _planned_spans(plans, step))
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written ({error.strerror})", "Name a file in a folder that exists with --out."
-        ) from None
+    write_output(path, text)
 
 
 def _planned_spans(plans: Sequence[Plan], step: int) -> Iterator[Span]:

@@ -14,6 +14,7 @@ from rich.progress import Progress
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from flexcp.cli.outputs import require_writable, write_output
 from flexcp.core.errors import ConfigError, UnknownNameError
 from flexcp.simulate.experiments.result import Column, Result, Setup, Table, constants_table
 
@@ -43,7 +44,7 @@ def reproduce(
     result = run(experiment, Setup(steps, seed), shown=not as_json)
     for path in out or ():
         text = result.as_markdown() if path.suffix == ".md" else json.dumps(result.as_json(), indent=1)
-        path.write_text(text + "\n", encoding="utf-8")
+        write_output(path, text + "\n")
     if as_json:
         typer.echo(json.dumps(result.as_json()))
     else:
@@ -74,8 +75,7 @@ def run(experiment: str, setup: Setup, *, shown: bool = False) -> Result:
 def _refuse(path: Path) -> None:
     if path.suffix not in _WRITTEN:
         raise ConfigError(f"--out {path} is neither .json nor .md", "Values are .json, tables are .md.")
-    if not path.parent.is_dir():
-        raise ConfigError(f"the folder of --out {path} does not exist", "Make it, or name another one.")
+    require_writable(path)
 
 
 def show(result: Result, console: Console) -> None:

@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from flexcp.core.errors import InputError
 
 _Value = TypeVar("_Value")
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Inside of it files are read.
+
+    Args:
+        path: what is named where the system does not say which it was.
+
+    Raises:
+        InputError: the system refuses one.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"{error.filename or path} cannot be read ({error.strerror})", "Change its permissions."
+        ) from None
 
 
 def read_lines(path: Path, make: Callable[[dict[str, Any]], _Value]) -> Iterator[_Value]:
@@ -20,11 +39,7 @@ def read_lines(path: Path, make: Callable[[dict[str, Any]], _Value]) -> Iterator
     Raises:
         InputError: another line is damaged; it is named.
     """
-    try:
-        file = path.open(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror})", "Change its permissions.") from None
-    with file:
+    with readable(path), path.open(encoding="utf-8", errors="replace") as file:
         for position, line in enumerate(file, 1):
             if not line.endswith("\n"):
                 return
@@ -39,8 +54,12 @@ def read_lines(path: Path, make: Callable[[dict[str, Any]], _Value]) -> Iterator
 
 
 def ends_whole(path: Path) -> bool:
-    """Whether the last line of a file is finished; an empty file has none to finish."""
-    with path.open("rb") as file:
+    """Whether the last line of a file is finished; an empty file has none to finish.
+
+    Raises:
+        InputError: the system refuses to read it.
+    """
+    with readable(path), path.open("rb") as file:
         size = file.seek(0, 2)
         if not size:
             return True

@@ -24,6 +24,7 @@ from flexcp.core.sample import Sample
 
 Lengths = npt.NDArray[np.int64]
 
+WRITTEN = (".json", ".csv", ".txt")
 # Taken in this order when the caller names no column.
 USUAL_COLUMNS = ("tokens", "length", "num_tokens")
 
@@ -86,6 +87,16 @@ def read_samples(path: str | Path, column: str | None = None) -> tuple[Sample, .
     return tuple(_make_sample(path, entries, index, tokens) for index, tokens in enumerate(lengths))
 
 
+def require_suffix(path: Path) -> None:
+    """Whether `write_lengths` knows the form of a file of this name.
+
+    Raises:
+        LengthsError: it does not.
+    """
+    if path.suffix not in WRITTEN:
+        raise LengthsError(f"{path}: no length file ends in {path.suffix!r}", "Name it .json, .csv or .txt.")
+
+
 def write_lengths(path: str | Path, lengths: Sequence[int] | Lengths) -> None:
     """Write lengths as a JSON list (.json), a column `tokens` (.csv) or one number a line (.txt).
 
@@ -95,6 +106,7 @@ def write_lengths(path: str | Path, lengths: Sequence[int] | Lengths) -> None:
         LengthsError: another suffix, or an entry that is not a length.
     """
     path = Path(path)
+    require_suffix(path)
     values = lengths.tolist() if isinstance(lengths, np.ndarray) else list(lengths)
     values = _to_array(path, _Entries(values, _entry)).tolist()
     lines = "\n".join(map(str, values)) + "\n"
@@ -103,10 +115,8 @@ def write_lengths(path: str | Path, lengths: Sequence[int] | Lengths) -> None:
             text = json.dumps(values) + "\n"
         case ".csv":
             text = f"{USUAL_COLUMNS[0]}\n{lines}"
-        case ".txt":
+        case _:
             text = lines
-        case suffix:
-            raise LengthsError(f"{path}: no length file ends in {suffix!r}", "Name it .json, .csv or .txt.")
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         aside.write_text(text, encoding="utf-8")

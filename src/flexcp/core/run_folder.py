@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import InputError
-from flexcp.core.jsonl import parse_json, read_lines, whole
+from flexcp.core.jsonl import parse_json, read_lines, readable, whole
 from flexcp.core.metrics import StepReport
 from flexcp.core.plan import Mode
 
@@ -57,13 +57,16 @@ def read_info(folder: Path) -> RunInfo:
         InputError: there is none, or it is not what this version writes.
     """
     path = folder / "run.json"
-    if not path.is_file():
+    with readable(path):
+        there = path.is_file()
+    if not there:
         raise InputError(
             f"{folder} is not a run folder: it has no run.json",
             "Give the folder that flexcp train wrote (run.folder), or the .json of flexcp plan --out.",
         )
     try:
-        body = parse_json(path.read_text(encoding="utf-8"))
+        with readable(path):
+            body = parse_json(path.read_text(encoding="utf-8"))
         schema = body.pop("schema")
         if schema != RUN_SCHEMA:
             raise InputError(
@@ -108,7 +111,9 @@ def read_reports(folder: Path) -> Iterator[StepReport]:
         InputError: there is no such file, or a line is damaged; it is named.
     """
     path = metrics_path(folder)
-    if not path.is_file():
+    with readable(path):
+        there = path.is_file()
+    if not there:
         raise InputError(
             f"{folder} has no {path.name}: the run ended before its first step",
             "Give the folder of a run that has done at least one step.",

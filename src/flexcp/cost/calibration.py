@@ -8,6 +8,7 @@ counts scale them to other models.
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ CALIBRATION_SCHEMA = "flexcp.calibration/2"
 CLOCKS = ("cpu", "wall")
 
 _FAR = 4.0  # lengths beyond so many times the measured range are extrapolated
+_LEAST_S, _MOST_S = 1e-18, 1e6  # of a coefficient
 _FAR_MEMORY = 2.0  # measured and counted memory that differ by more deserve a look
 
 
@@ -210,14 +212,14 @@ class Calibration:
         """
         try:
             raw = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(
                 f"{source} is not JSON: {error}", "It may have been cut off; run flexcp profile again."
             ) from None
         schema = raw.get("schema") if isinstance(raw, dict) else None
         if schema != CALIBRATION_SCHEMA:
             raise InputError(
-                f"{source} has schema {schema!r}, this FlexCP reads {CALIBRATION_SCHEMA!r}",
+                f"{source} has schema {reprlib.repr(schema)}, this FlexCP reads {CALIBRATION_SCHEMA!r}",
                 "Run flexcp profile with this version.",
             )
         return _Reader(raw, source).calibration()
@@ -236,6 +238,7 @@ def fit(measurements: Sequence[Measurement], setup: Setup, *, seed: int = 0) -> 
     """
     base = _unfitted(setup)
     found = fit_cost(measurements, base, seed=seed)
+    _refuse_implausible(found.cost)
     kept = [row for row in measurements if row not in found.outliers]
     tokens = [row.load.tokens for row in kept]
     singles = [row.load.tokens for row in kept if row.load.samples == 1]
@@ -288,17 +291,34 @@ def _unfitted(setup: Setup) -> CostModel:
     return blank.cost
 
 
+def _least_s(term: str) -> float:
+    """Rates are made of pairs and tokens; the others may be 0."""
+    return _LEAST_S if term in TERMS[:2] else 0.0
+
+
+def _refuse_implausible(cost: CostModel) -> None:
+    """So that what a fit writes can be read."""
+    for term in TERMS:
+        value = getattr(cost, term)
+        if not _least_s(term) <= value <= _MOST_S:
+            raise InputError(
+                f"{term} came out as {value:.3g} s",
+                f"It lies between {_least_s(term):g} and {_MOST_S:g} s."
+                " Are the times in seconds, and the counts those of the tasks?",
+            )
+
+
 class _Reader(JsonFields):
     """Takes a calibration out of JSON, field by field."""
 
     def calibration(self) -> Calibration:
         tokens = self.counts("tokens", 1)
-        if len(tokens) != 2:
+        if len(tokens) != 2 or tokens[0] > tokens[1]:
             raise self.wrong("tokens", list(tokens), "two whole numbers, fewest and most")
         return Calibration(
             setup=self._setup(),
             coefficients={
-                term: self.number(f"coefficients.{term}", positive=term in TERMS[:2]) for term in TERMS
+                term: self.number(f"coefficients.{term}", _least_s(term), _MOST_S) for term in TERMS
             },
             spreads={term: self.number(f"spreads.{term}") for term in TERMS},
             error_mean=self.number("error_mean"),
@@ -316,7 +336,7 @@ class _Reader(JsonFields):
             raise self.wrong("setup.clock", clock, " or ".join(CLOCKS))
         per_token = self.at("setup.memory_bytes_per_token")
         if per_token is not None:
-            per_token = self.number("setup.memory_bytes_per_token", positive=True)
+            per_token = self.number("setup.memory_bytes_per_token", 1.0)
         versions = self.at("setup.versions")
         if not isinstance(versions, dict):
             raise self.wrong("setup.versions", versions, "package names with versions")
@@ -335,7 +355,7 @@ class _Reader(JsonFields):
         )
 
     def _link(self, name: str) -> Link:
-        return Link(self.number(f"{name}.bytes_per_s", positive=True), self.number(f"{name}.latency_s"))
+        return Link(self.number(f"{name}.bytes_per_s", 1.0), self.number(f"{name}.latency_s", most=_MOST_S))
 
     def _model(self) -> ModelShape:
         """Names as they are, `tied` a flag, the encoder perhaps none, all others counts."""

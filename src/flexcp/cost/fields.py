@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import reprlib
 from typing import Any
 
 from flexcp.core.errors import InputError
+
+_PLAUSIBLE = 10**15  # bytes, seconds, tokens: whatever it is, more is garbage
 
 
 class JsonFields:
@@ -24,29 +26,32 @@ class JsonFields:
     def at(self, name: str) -> Any:
         """The value under a dotted name; positions stand for entries of lists."""
         value: Any = self._raw
-        for part in name.split("."):
+        parts = name.split(".")
+        for depth, part in enumerate(parts):
+            if not isinstance(value, dict | list) or (isinstance(value, list) and not part.isdecimal()):
+                raise self.wrong(".".join(parts[:depth]), value, "an object")
             try:
                 value = value[int(part)] if isinstance(value, list) else value[part]
-            except (KeyError, TypeError):
+            except LookupError:
                 raise InputError(
                     f"{self._source}: {name} is missing",
                     "It may have been cut off; run flexcp profile again.",
                 ) from None
         return value
 
-    def number(self, name: str, *, positive: bool = False) -> float:
-        """A finite number of 0 or more."""
+    def number(self, name: str, least: float = 0.0, most: float = _PLAUSIBLE) -> float:
+        """A number in a range."""
         value = self.at(name)
-        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not good or value < 0 or (positive and value == 0):
-            raise self.wrong(name, value, "a finite number " + ("above 0" if positive else "of 0 or more"))
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (good and least <= value <= most):
+            raise self.wrong(name, value, f"a number from {least:g} to {most:g}")
         return float(value)
 
     def count(self, name: str, least: int) -> int:
         """A whole number."""
         value = self.at(name)
-        if type(value) is not int or value < least:
-            raise self.wrong(name, value, f"a whole number, at least {least}")
+        if type(value) is not int or not least <= value <= _PLAUSIBLE:
+            raise self.wrong(name, value, f"a whole number from {least} to {_PLAUSIBLE:g}")
         return value
 
     def counts(self, name: str, least: int) -> tuple[int, ...]:
@@ -79,4 +84,4 @@ class JsonFields:
 
     def wrong(self, name: str, value: object, wanted: str) -> InputError:
         """The error that a value is not what it must be."""
-        return InputError(f"{self._source}: {name} is {value!r}", f"It must be {wanted}.")
+        return InputError(f"{self._source}: {name} is {reprlib.repr(value)}", f"It must be {wanted}.")

@@ -111,6 +111,8 @@ def _plan(body: Mapping[str, Any], name: str, step: Mapping[str, Any]) -> Plan:
         samples.extend(Sample(whole(i, "a sample"), whole(tokens, "a length", 1)) for i, tokens in pairs)
         positions = tuple(range(first, len(samples)))
         ranks = tuple(whole(rank, "a rank") for rank in task["ranks"])
+        if not ranks:
+            raise ValueError("a task has no ranks")
         start_s, end_s = number(task["start_s"], "start_s", 0.0), number(task["end_s"], "end_s")
         if not start_s < end_s:
             raise ValueError(f"a task goes from {start_s} s to {end_s} s")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flexcp.report.page import charts, gantt
 from flexcp.report.page.limits import MOST_BARS, MOST_POINTS
 from flexcp.report.page.markup import Markup, element, join
-from flexcp.report.page.subject import Curve, Subject, spread
+from flexcp.report.page.subject import Curve, PolicyRow, Subject, spread
 from flexcp.report.page.thinning import thin_curves, thin_peaks
 from flexcp.report.tables import format_degrees, format_seconds
 
@@ -249,16 +249,6 @@ def _prediction(subject: Subject) -> Section:
 def _policies(subject: Subject) -> Section:
     served = [row for row in subject.policies if not row.refusal]
     base = next((row for row in served if row.name == subject.baseline), None)
-    tips = [
-        f"{row.name}\nstep {format_seconds(row.step_s)}\nbound {format_seconds(row.bound_s)}"
-        for row in served
-    ]
-    bars = charts.ranking(
-        [(row.name, row.step_s, row.bound_s) for row in served],
-        subject.policy,
-        charts.seconds(1.08 * max(row.step_s for row in served)),
-        tips,
-    )
     rows = [
         [
             row.name,
@@ -287,13 +277,24 @@ def _policies(subject: Subject) -> Section:
         "Predicted seconds a step of every policy on the same samples. "
         "Look for how much of a bar stands above the line, the bound of its own plans."
         + (f" Without a plan: {refused}." if refused else "")
+        if served
+        else f"No policy can plan these samples. {refused}."
     )
     if subject.origin != "planned":
         look = f"The samples of the steps in the timeline, planned again. {look}"
+    drawing = _ranking(served, subject.policy) if served else ""
+    return Section("policies", "Policies", look, join([drawing]), (heads, rows))
+
+
+def _ranking(served: Sequence[PolicyRow], marked: str) -> Markup:
+    tips = [
+        f"{row.name}\nstep {format_seconds(row.step_s)}\nbound {format_seconds(row.bound_s)}"
+        for row in served
+    ]
+    times = [(row.name, row.step_s, row.bound_s) for row in served]
+    scale = charts.seconds(1.08 * max(row.step_s for row in served))
     key = element("span", element("i", class_="swatch-line"), "bound of its plans", class_="key")
-    return Section(
-        "policies", "Policies", look, join([element("p", key, class_="legend"), bars]), (heads, rows)
-    )
+    return join([element("p", key, class_="legend"), charts.ranking(times, marked, scale, tips)])
 
 
 def _lengths(subject: Subject) -> Section:

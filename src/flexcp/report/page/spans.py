@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flexcp.core.errors import InputError
-from flexcp.core.jsonl import ends_whole, number, whole
+from flexcp.core.jsonl import ends_whole, number, readable, whole
 from flexcp.core.run_folder import trace_path
 from flexcp.core.trace import Span, read_spans
 from flexcp.report.page.subject import LengthCounter, Mark
@@ -107,7 +107,9 @@ def read_traces(folder: Path, ranks: Sequence[int], steps: set[int]) -> Traces:
     for first_step, upto in zip(attempts, [*attempts[1:], None], strict=True):
         for rank in ranks:
             path = trace_path(folder, first_step, rank)
-            if not path.is_file():
+            with readable(path):
+                there = path.is_file()
+            if not there:
                 missing.add(rank)
                 continue
             if not ends_whole(path):
@@ -129,13 +131,19 @@ def latest_spans(folder: Path) -> Iterator[Span]:
         InputError: there are no traces, or a line is damaged.
     """
     last = trace_path(folder, _attempts(folder)[-1], 0).parent
-    for path in sorted(last.glob("rank-*.jsonl")):
-        yield from read_spans(path)
+    with readable(last):
+        paths = sorted(last.iterdir())
+    for path in paths:
+        if path.match("rank-*.jsonl"):
+            yield from read_spans(path)
 
 
 def _attempts(folder: Path) -> list[int]:
-    names = [path.name.removeprefix("from-step-") for path in (folder / "trace").glob("from-step-*")]
-    numbers = sorted(int(name) for name in names if name.isdecimal())
+    trace = folder / "trace"
+    with readable(trace):  # a pattern would pass over a folder that cannot be read
+        names = [path.name for path in trace.iterdir()] if trace.is_dir() else []
+    ends = [name.removeprefix("from-step-") for name in names if name.startswith("from-step-")]
+    numbers = sorted(int(end) for end in ends if end.isdecimal())
     if not numbers:
         raise InputError(
             f"{folder} has no trace folder, so nobody knows what ran where",
