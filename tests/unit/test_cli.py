@@ -61,6 +61,10 @@ def plain(text: str) -> str:
         ([5], ["--memory", "64G"], "--memory '64G' is not a size", "64GiB"),
         ([5], ["--memory", "0GB"], "--memory '0GB' is not a size", "64GiB"),
         ([5], ["--memory", "-3GB"], "--memory '-3GB' is not a size", "64GiB"),
+        ([5], ["--memory", "9" * 400 + "GiB"], "--memory '999", "64GiB"),
+        ([5], ["--memory", "1001TB"], "--memory '1001TB' is not a size", "64GiB"),
+        ([5], ["--memory", "64gib"], "--memory '64gib' is not a size", "The unit is written GiB."),
+        ([5], ["--sharding", ""], "unknown sharding ''", "ddp, zero1, zero2, zero3"),
         ([5], ["--sharding", "zero4"], "unknown sharding 'zero4'", "ddp, zero1, zero2, zero3"),
         (
             [5],

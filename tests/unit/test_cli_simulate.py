@@ -26,13 +26,18 @@ def steps_s(body: dict) -> list[float]:
     return [step["step_s"] for step in body["steps"]]
 
 
+def planned_s(body: dict) -> list:
+    """What each step should take, up to the rounding of sums."""
+    return [pytest.approx(step["predicted_s"], rel=1e-12) for step in body["steps"]]
+
+
 def test_steps_are_those_planned_and_the_same_every_time(capfd):
     """Without a reduction a step takes what its plan predicts; the JSON has its documented shape."""
     body = told(capfd, "--reduce", "none")
 
     assert list(body) == ["schema", "inputs", "conditions", "steps"]
     assert body["schema"] == "flexcp.simulation/1"
-    assert steps_s(body) == [step["predicted_s"] for step in body["steps"]]
+    assert steps_s(body) == planned_s(body)
     assert body == told(capfd, "--reduce", "none")
     assert [sum(step["shares"].values()) for step in body["steps"]] == pytest.approx([1.0] * 3)
 
@@ -64,7 +69,7 @@ def test_policies_and_modes_are_those_of_plan(capfd):
     """Also the one that exchanges heads, at its own prices."""
     for options in (["--policy", "ulysses"], ["--policy", "paper", "--mode", "lockstep"]):
         body = told(capfd, "--reduce", "none", *options)
-        assert steps_s(body) == [step["predicted_s"] for step in body["steps"]]
+        assert steps_s(body) == planned_s(body)
 
 
 def test_a_run_is_longer_than_its_data(capfd):
@@ -124,6 +129,28 @@ def test_a_failure_that_comes_too_late_is_said(capfd):
     assert "Rank 5 has no time to fail" in flat(capfd.readouterr().out)
 
 
+def test_the_worst_day_is_still_json(capfd):
+    """At every limit at once no number leaves what JSON can hold."""
+    worst = ["--jitter", "2", "--optimizer", "1e6", "--planning", "1e6", "--data", "1e6", "--cores", "1"]
+    worst += ["--uplinks", "1", "--slow-rank", "3=0.001", "--slow-rank", "4=1000", "--reduce", "overlap"]
+    assert main([*CALL, *worst, "--json"]) == 0
+    body = json.loads(capfd.readouterr().out, parse_constant=pytest.fail)
+
+    assert all(step["step_s"] > 1e6 for step in body["steps"])
+
+
+def test_memory_and_sharding_decide_the_tokens_of_a_rank(capfd):
+    """As for plans."""
+    call = [part for part in CALL if part not in ("--tokens-per-rank", "16384")]
+    held = []
+    for memory in ("80GB", "90GB"):
+        options = ["--memory", memory, "--sharding", "zero3", "--steps", "1", "--json"]
+        assert main([*call, *options]) == 0
+        held.append(json.loads(capfd.readouterr().out)["inputs"]["tokens_per_rank"])
+
+    assert held[0] < held[1]
+
+
 @pytest.mark.parametrize(
     ("options", "cause", "remedy"),
     [
@@ -131,12 +158,20 @@ def test_a_failure_that_comes_too_late_is_said(capfd):
         (["--fail", "5@soon"], "--fail 5@soon cannot be read", "Give RANK@SECONDS"),
         (["--fail", "16@1"], "there is no rank 16 among 16", "Ranks are 0 to 15."),
         (["--slow-rank", "3"], "--slow-rank 3 cannot be read", "Give RANK=SPEED, such as 3=0.7."),
-        (["--slow-rank", "3=0"], "the speed of rank 3 is 0.0", "Speeds are positive numbers."),
+        (["--slow-rank", "3=0"], "the speed of rank 3 is 0.0", "Speeds lie between 0.001 and 1000"),
+        (["--slow-rank", "3=1e-300"], "the speed of rank 3 is 1e-300", "Speeds lie between"),
+        (["--slow-rank", "3=nan"], "the speed of rank 3 is nan", "Speeds lie between"),
+        (["--slow-rank", "3=0.5", "--slow-rank", "3=0.9"], "--slow-rank names rank 3 twice", "one speed"),
+        (["--jitter", "2.1"], "jitter is 2.1", "at most 2"),
+        (["--optimizer", "1e308"], "optimizer_s is 1e+308", "at most 1e+06"),
+        (["--planning", "1e7"], "plan_s is 10000000.0", "at most 1e+06"),
+        (["--data", "inf"], "data_s is inf", "at most 1e+06"),
+        (["--memory", "64GiB"], "--tokens-per-rank and --memory are both given", "Leave one out"),
         (["--reduce", "ovrlap"], "unknown reduction 'ovrlap'", "Did you mean 'overlap'?"),
         (["--policy", "all"], "unknown policy 'all'", "Known: flexcp"),
         (["--jitter", "-1"], "jitter is -1.0", "at least 0"),
         (["--uplinks", "0"], "uplinks is 0", "leave it out for no limit"),
-        (["--planning", "nan"], "plan_s is nan", "finite number"),
+        (["--planning", "nan"], "plan_s is nan", "plan_s is a number"),
         (["--steps", "0"], "--steps is 0", "--steps is at least 1."),
         (["--seed", "-1"], "seed is -1", "at least 0"),
         (["--tokens-per-rank", "100"], "16 ranks x 100 tokens hold 1600", "It fits on"),

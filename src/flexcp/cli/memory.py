@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -20,6 +21,7 @@ _UNITS = {"B": 1} | {
     for power, prefix in enumerate(("K", "M", "G", "T"), 1)
     for binary, base in (("iB", 1024), ("B", 1000))
 }
+_MOST_BYTES = 1e15
 
 TokensPerRank = Annotated[
     int | None,
@@ -67,7 +69,7 @@ class Holding:
         if self.tokens is not None:
             self._refuse_beside_tokens()
             return self.tokens, []
-        sharding = _sharding(self.sharding or "zero1")
+        sharding = _sharding("zero1" if self.sharding is None else self.sharding)
         if self.memory is not None:
             hardware = replace(hardware, memory_bytes=parse_bytes(self.memory, "--memory"))
         tokens = tokens_per_rank(shape, hardware, ranks, sharding=sharding)
@@ -101,17 +103,20 @@ def parse_bytes(text: str, option: str) -> int:
     (68719476736, 1500000)
 
     Raises:
-        ConfigError: no number, no unit, or less than a byte.
+        ConfigError: no number, no unit, less than a byte, or more than any machine has.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     unit = _UNITS.get(found[2]) if found else None
-    size = int(float(found[1]) * unit) if found and unit else 0
-    if size < 1:
+    size = float(found[1]) * unit if found and unit else 0.0
+    if not 1 <= size <= _MOST_BYTES:
+        meant = next((name for name in _UNITS if found and name.lower() == found[2].lower()), None)
         raise ConfigError(
-            f"{option} {text!r} is not a size",
-            "A number and B, KB, MB, GB, TB, or KiB, MiB, GiB, TiB: 64GiB.",
+            f"{option} {reprlib.repr(text)} is not a size",
+            f"The unit is written {meant}."
+            if meant and not unit
+            else "A number and B, KB, MB, GB, TB, or KiB, MiB, GiB, TiB: 64GiB.",
         )
-    return size
+    return int(size)
 
 
 def _sharding(name: str) -> Sharding:

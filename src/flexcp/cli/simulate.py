@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from flexcp.cli.memory import Holding, TokensPerRank
+from flexcp.cli.memory import Holding, MemorySize, ShardingName, TokensPerRank
 from flexcp.cli.request import (
     BATCH,
     OUTPUT,
@@ -54,6 +54,8 @@ def simulate(
     hardware_name: HardwareName = "h100",
     ranks_per_node: RanksPerNode = 8,
     tokens: TokensPerRank = None,
+    memory: MemorySize = None,
+    sharding: ShardingName = None,
     column: Column = None,
     global_batch: GlobalBatch = 512,
     steps: Annotated[int, typer.Option(help="Steps to run.", rich_help_panel=BATCH)] = 10,
@@ -132,7 +134,7 @@ def simulate(
         ranks=ranks,
         hardware_name=hardware_name,
         ranks_per_node=ranks_per_node,
-        holding=Holding(tokens),
+        holding=Holding(tokens, memory, sharding),
         column=column,
         global_batch=global_batch,
         steps=steps,
@@ -177,7 +179,13 @@ def _speeds(given: Sequence[str]) -> dict[int, float]:
     >>> _speeds(["3=0.5", "4=0.9"])
     {3: 0.5, 4: 0.9}
     """
-    return dict(_pair("--slow-rank", text, "=", "RANK=SPEED, such as 3=0.7") for text in given)
+    speeds: dict[int, float] = {}
+    for text in given:
+        rank, speed = _pair("--slow-rank", text, "=", "RANK=SPEED, such as 3=0.7")
+        if rank in speeds:
+            raise ConfigError(f"--slow-rank names rank {rank} twice", "Give each rank one speed.")
+        speeds[rank] = speed
+    return speeds
 
 
 def _failure(given: str | None) -> Failure | None:
@@ -189,7 +197,7 @@ def _pair(option: str, text: str, mark: str, form: str) -> tuple[int, float]:
     try:
         return int(rank), float(value)
     except ValueError:
-        raise ConfigError(f"{option} {text} cannot be read", f"Give {form}.") from None
+        raise ConfigError(f"{option} {text[:40]} cannot be read", f"Give {form}.") from None
 
 
 class _Result:

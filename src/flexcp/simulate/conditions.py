@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import ConfigError
 
+# What is beyond is no day of a machine, and times would leave the range of numbers.
+_MOST = {"jitter": 2.0, "reduce_s": 1e15, "optimizer_s": 1e6, "plan_s": 1e6, "data_s": 1e6}
+_SLOWEST = 1e-3
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -20,7 +24,9 @@ class Failure:
 
 @dataclass(frozen=True)
 class Conditions:
-    """The machine and its day. With the defaults a step takes exactly what its plan predicts.
+    """The machine and its day. With the defaults a step takes what its plan predicts.
+
+    Up to the rounding of sums, that is: planner and simulator add samples in different orders.
 
     Attributes:
         jitter: spread of the time that a rank takes for its part of a task: log-normal, mean 1, drawn anew
@@ -51,10 +57,12 @@ class Conditions:
     data_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("jitter", "reduce_s", "optimizer_s", "plan_s", "data_s"):
+        for name, most in _MOST.items():
             value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"{name} is {value}", f"{name} is a finite number, at least 0.")
+            if not 0 <= value <= most:
+                raise ConfigError(
+                    f"{name} is {value}", f"{name} is a number, at least 0 and at most {most:g}."
+                )
         for name in ("uplinks", "cores"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -62,8 +70,11 @@ class Conditions:
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}", "seed is at least 0.")
         for rank, speed in self.speeds.items():
-            if not 0 < speed < math.inf:
-                raise ConfigError(f"the speed of rank {rank} is {speed}", "Speeds are positive numbers.")
+            if not _SLOWEST <= speed <= 1 / _SLOWEST:
+                raise ConfigError(
+                    f"the speed of rank {rank} is {speed}",
+                    f"Speeds lie between {_SLOWEST:g} and {1 / _SLOWEST:g}; 1 is as planned.",
+                )
         if self.failure is not None and not 0 <= self.failure.at_s < math.inf:
             raise ConfigError(
                 f"rank {self.failure.rank} fails at {self.failure.at_s} s",

@@ -45,9 +45,8 @@ def simulate(
 ) -> Iterator[SimulatedStep]:
     """Run the plans one after the other.
 
-    With default conditions every step takes exactly `Plan.step_s` (to rounding where ranks have speeds of
-    their own), if `cost` is what the plans were made
-    with.
+    With default conditions every step takes `Plan.step_s`, up to the rounding of sums, if `cost` is what the
+    plans were made with.
 
     Args:
         plans: one a step, all for the same ranks; taken one step ahead.
