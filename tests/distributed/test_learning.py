@@ -89,7 +89,7 @@ def test_a_plan_knows_what_was_learnt_three_steps_before() -> None:
     assert learning.planner(LAG + 1).cost != learning.planner(LAG).cost
 
     kept = Learning(PLANNER)
-    kept.load_state_dict(json.loads(json.dumps(learning.state_dict())))
+    kept.load_state_dict(json.loads(json.dumps(learning.state_dict())), len(samples))
     for step in range(len(samples), len(samples) + LAG):
         assert kept.planner(step) == learning.planner(step)
 
@@ -109,8 +109,10 @@ def test_damage_and_other_planners_are_refused() -> None:
     from flexcp.runtime.engine import _learning
 
     with pytest.raises(CheckpointError, match="learnt costs"):
-        Learning(PLANNER).load_state_dict({"3": {"schema": "x"}})
+        Learning(PLANNER).load_state_dict({"3": {"schema": "x"}}, 4)
     with pytest.raises(CheckpointError, match="learnt costs"):
-        Learning(PLANNER).load_state_dict({"x": Correction().to_json()})
+        Learning(PLANNER).load_state_dict({"x": Correction().to_json()}, 4)
+    with pytest.raises(CheckpointError, match="of the steps"):
+        Learning(PLANNER).load_state_dict({"99999": Correction().to_json()}, 4)
     with pytest.raises(ConfigError, match="cannot be learnt"):
         _learning(replace)  # type: ignore[arg-type]

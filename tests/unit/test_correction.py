@@ -112,6 +112,38 @@ def test_disturbed_tasks_and_unmeasured_ones_teach_nothing():
     assert Correction().update(TRUE, replace(tasks, seconds=nothing)) == Correction()
 
 
+@pytest.mark.parametrize(("stalled", "of"), [(1, 2), (2, 4), (4, 8), (1, 3)])
+def test_a_disturbed_half_of_a_step_teaches_nothing(stalled, of):
+    counts = np.array([Load.of(sample, 512).counts for sample in samples_from_lengths(LENGTHS[:of])])
+    alone, inside = np.ones(of, dtype=int), np.zeros(of, dtype=bool)
+    tasks = MeasuredTasks(counts, alone, inside, ["ring"] * of, np.ones(of))
+    tasks = replace(tasks, seconds=tasks.seconds_under(TRUE))
+    seconds = tasks.seconds.copy()
+    seconds[:stalled] *= 100
+    factors = Correction().update(TRUE, replace(tasks, seconds=seconds)).factors
+    assert factors == pytest.approx((1.0,) * 4, abs=1e-6)
+
+
+@pytest.mark.parametrize("factor", [3, 100, 1e6])
+def test_a_step_that_stalls_as_a_whole_is_soon_forgotten(factor):
+    tasks = measured(make_plan(samples_from_lengths(LENGTHS[:64]), Cluster(16, 16384), TRUE))
+    correction = Correction()
+    for step in range(12):
+        stall = factor if step == 4 else 1.0
+        correction = correction.update(TRUE, replace(tasks, seconds=stall * tasks.seconds))
+        said_s = tasks.seconds_under(correction.apply(TRUE))
+        assert np.abs(said_s / tasks.seconds - 1).max() < 0.3
+    assert np.abs(said_s / tasks.seconds - 1).max() < 0.1
+
+
+def test_absurd_times_leave_factors_finite():
+    tasks = measured(make_plan(samples_from_lengths(LENGTHS[:64]), Cluster(16, 16384), TRUE))
+    for value in (1.7e308, 1e-308):
+        seconds = np.full(len(tasks.seconds), value)
+        correction = Correction().update(TRUE, replace(tasks, seconds=seconds))
+        assert correction.is_sound()
+
+
 @pytest.mark.parametrize("exchange", EXCHANGE_KINDS)
 def test_terms_add_up_to_the_corrected_time(exchange):
     correction = Correction(factors=(0.5, 2.0, 3.0, 4.0))
@@ -129,6 +161,16 @@ def test_json_keeps_it_and_damage_is_refused():
     assert Correction.from_json(kept) == corrections[-1]
     with pytest.raises(InputError, match="schema 'x'"):
         Correction.from_json({**kept, "schema": "x"})
-    for damage in ({"factors": [1.0]}, {"factors": [-1.0, 1, 1, 1]}, {"moment": [float("nan")] * 4}):
+    lopsided = [[0.0, 1.0, 0, 0], *[[0.0] * 4] * 3]
+    for damage in (
+        {"factors": [1.0]},
+        {"factors": [-1.0, 1, 1, 1]},
+        {"factors": [17.0, 1, 1, 1]},
+        {"factors": [10**400, 1, 1, 1]},
+        {"moment": [float("nan")] * 4},
+        {"moment": [1e308] * 4},
+        {"gram": [[1e308] * 4] * 4},
+        {"gram": lopsided},
+    ):
         with pytest.raises(InputError, match="damaged"):
             Correction.from_json({**kept, **damage})

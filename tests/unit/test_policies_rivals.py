@@ -20,8 +20,11 @@ from flexcp.core.sample import samples_from_lengths
 from flexcp.cost import cost_model, hardware
 from flexcp.cost.model import Link, Load
 from flexcp.planner import MODES, check, make_plan
+from flexcp.planner.policies import static
 from flexcp.planner.policies.megatron_dynamic import _next_wave, _power_of_two
 from flexcp.planner.policies.ulysses import allowed_degrees
+from flexcp.planner.problem import Problem
+from flexcp.planner.timeline import assignment_s
 
 LENGTHS = json.loads((Path(__file__).parents[1] / "data" / "python_source_lengths_qwen.json").read_text())
 RIVALS = ("ulysses", "flexsp", "megatron-dynamic")
@@ -245,3 +248,15 @@ def test_one_long_sample_alone_with_its_messages_is_exchanged_by_heads():
         assert best.step_s <= heads.step_s
         assert check(best, cost) == ()
         assert best.gap == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_one_degree_beats_static(mode):
+    """Whatever `--current-cp` names: the fair baseline is the best of them, in the mode that is compared."""
+    samples, cluster = samples_from_lengths([4096] * 512), Cluster(24, 16_384)
+    cost = cost_model(model_shape("qwen3-8b"), hardware("h100"))
+    best_s = make_plan(samples, cluster, cost, policy="static", mode=mode).step_s
+    problem = Problem.of(samples, cluster, cost, mode, 512)
+    for degree in (1, 2, 3, 4, 6, 8, 12, 24):
+        steps_s = [assignment_s(problem, layout) for layout in static.with_degree(problem, degree)]
+        assert best_s <= min(steps_s) * (1 + 1e-12)

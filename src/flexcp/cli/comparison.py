@@ -148,11 +148,12 @@ def verdict(subject: Outcome, baseline: Outcome, lengths: Lengths, setting: Sett
     speed = baseline.step_s / subject.step_s
     against = f"{layout}, {format_seconds(baseline.step_s)}"
     equal = float(lengths.max()) < NEARLY_EQUAL * float(np.median(lengths))
-    if equal or speed < NOT_WORTH_BELOW:
+    if speed < NOT_WORTH_BELOW:
         reason = "lengths are nearly equal" if equal else f"the gain is under {NOT_WORTH_BELOW - 1:.0%}"
         change = f"{speed - 1:.1%} faster than" if speed >= 1.0005 else "no faster than"
+        what = "Not" if subject.policy == "flexcp" else f"{subject.policy} is not"
         return (
-            f"Not worth adopting here: {reason}. {subject.policy}, {step}, is {change} {against}; "
+            f"{what} worth adopting here: {reason}. {subject.policy}, {step}, is {change} {against}; "
             f"the bound is {limit}."
         )
     return f"{subject.policy} takes {step}: {speed:.2f}× the speed of {against}. It is {distance}."

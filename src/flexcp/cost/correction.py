@@ -28,6 +28,8 @@ MOST, MOST_A_STEP = 16.0, 1.5
 _MEMORY, _PULL = 0.9, 0.3
 # Tasks that took so many times what their step's median task says were disturbed; they teach nothing.
 _DISTURBED = 2.0
+# Sums over tasks stay far below this.
+_MOST_SUM = 1e12
 # By how much a factor is moved to see its slope; what it moves is linear but at kinks.
 _STEP = 1e-4
 
@@ -70,11 +72,13 @@ class Correction:
         gram, moment: sums over the tasks seen, older steps weighing less: of x·xᵀ, shape (4, 4), and of
             x·t, shape (4,), where x holds the seconds of a task by term and t what was measured, both
             relative to what was expected.
+        surprise: 1 or -1 where the last step was much longer or shorter as a whole than expected.
     """
 
     factors: tuple[float, ...] = (1.0,) * len(TERMS)
     gram: tuple[tuple[float, ...], ...] = ((0.0,) * len(TERMS),) * len(TERMS)
     moment: tuple[float, ...] = (0.0,) * len(TERMS)
+    surprise: int = 0
 
     def apply(self, cost: CostModel) -> CostModel:
         """The corrected cost model; always of the one that was calibrated, never of a corrected one."""
@@ -96,8 +100,13 @@ class Correction:
         known = np.isfinite(tasks.seconds) & (tasks.seconds > 0) & (expected_s > 0)
         if not known.any():
             return self
-        ratio = np.where(known, tasks.seconds, 1.0) / np.where(known, expected_s, 1.0)
-        known &= np.abs(np.log(ratio / np.median(ratio[known]))) <= np.log(_DISTURBED)
+        with np.errstate(over="ignore"):
+            ratio = np.where(known, tasks.seconds, 1.0) / np.where(known, expected_s, 1.0)
+        # What disturbs a task makes it long, so the lower of two middle ones is what is usual.
+        usual = float(np.quantile(ratio[known], 0.5, method="lower"))
+        if not 1 / MOST_A_STEP <= usual <= MOST_A_STEP:
+            return self._surprised(1 if usual > 1 else -1)
+        known &= np.abs(np.log(ratio / usual)) <= np.log(_DISTURBED)
         # Relative to what was expected: relative to what was measured, noise would make tasks look short.
         x = terms[known] / expected_s[known, None]
         gram = _MEMORY * np.array(self.gram) + x.T @ x
@@ -109,6 +118,16 @@ class Correction:
         factors = tuple(np.clip(found, 1 / MOST, MOST).tolist())
         return Correction(factors, tuple(map(tuple, gram.tolist())), tuple(moment.tolist()))
 
+    def _surprised(self, sign: int) -> Correction:
+        """A step of which all is long (or short): once, it was disturbed; twice, the machine has changed.
+
+        Then all factors follow as far as they may in a step, and what was learnt before is forgotten.
+        """
+        if self.surprise != sign:
+            return replace(self, surprise=sign)
+        factors = np.clip(np.array(self.factors) * MOST_A_STEP**sign, 1 / MOST, MOST)
+        return Correction(tuple(factors.tolist()), surprise=sign)
+
     def to_json(self) -> dict[str, Any]:
         """JSON values, as a checkpoint keeps them."""
         return {
@@ -116,6 +135,7 @@ class Correction:
             "factors": list(self.factors),
             "gram": [list(row) for row in self.gram],
             "moment": list(self.moment),
+            "surprise": self.surprise,
         }
 
     @classmethod
@@ -131,16 +151,27 @@ class Correction:
                 f"{CORRECTION_SCHEMA!r}",
                 "Continue with the version that wrote it, or without correction.",
             )
-        made = cls(
-            tuple(map(float, values["factors"])),
-            tuple(tuple(map(float, row)) for row in values["gram"]),
-            tuple(map(float, values["moment"])),
-        )
-        numbers = np.array([*made.factors, *made.moment, *np.ravel(made.gram)])
-        sizes = len(made.factors), len(made.moment), *np.shape(made.gram)
-        if sizes != (len(TERMS),) * 4 or not np.isfinite(numbers).all() or min(made.factors) <= 0:
+        try:
+            made = cls(
+                tuple(map(float, values["factors"])),
+                tuple(tuple(map(float, row)) for row in values["gram"]),
+                tuple(map(float, values["moment"])),
+                int(values["surprise"]),
+            )
+        except OverflowError:
+            made = cls(factors=())
+        if not made.is_sound():
             raise InputError(f"the correction {json.dumps(values)[:80]} is damaged", "Continue without it.")
         return made
+
+    def is_sound(self) -> bool:
+        """Whether updates can have led here."""
+        sizes = len(self.factors), len(self.moment), len(self.gram), *map(len, self.gram)
+        if sizes != (len(TERMS),) * (3 + len(self.gram)):
+            return False
+        gram, numbers = np.array(self.gram), np.array([*self.moment, *np.ravel(self.gram)])
+        bounded = all(1 / MOST <= factor <= MOST for factor in self.factors) and self.surprise in (-1, 0, 1)
+        return bool(bounded and (np.abs(numbers) < _MOST_SUM).all() and (gram == gram.T).all())
 
     def __str__(self) -> str:
         """Factors in one line.

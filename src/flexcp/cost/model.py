@@ -85,10 +85,17 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction between neighbours of a ring."""
+    """One direction between neighbours of a ring.
+
+    >>> print(Link(5e10, 2e-5))
+    50 GB/s, 20 us
+    """
 
     bytes_per_s: float
     latency_s: float
+
+    def __str__(self) -> str:
+        return f"{self.bytes_per_s / 1e9:.3g} GB/s, {self.latency_s * 1e6:.3g} us"
 
 
 @dataclass(frozen=True, slots=True)

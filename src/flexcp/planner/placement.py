@@ -51,7 +51,7 @@ class FreeRanks:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.count = cluster.ranks
-        per_node = cluster.ranks_per_node
+        per_node = min(cluster.ranks_per_node, cluster.ranks)
         starts = range(0, cluster.ranks, per_node)
         self._nodes = [list(range(start, min(start + per_node, cluster.ranks))) for start in starts]
         if cluster.speeds:

@@ -27,6 +27,11 @@ def schedule(problem: Problem, assignment: Assignment) -> tuple[Task, ...]:
     return run_in_order(problem, sorted(zip(waves, groups, packs, seconds, strict=True)))
 
 
+def assignment_s(problem: Problem, assignment: Assignment) -> float:
+    """Seconds of a step in the mode of the problem."""
+    return makespan_s(schedule(problem, assignment))
+
+
 def run_in_order(problem: Problem, placed: Iterable[Placed]) -> tuple[Task, ...]:
     """Tasks with start and end, in an order that every rank follows.
 

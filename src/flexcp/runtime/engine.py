@@ -265,7 +265,7 @@ class Engine:
         self.next_step = state["step"]
         self.skipped_steps = state["skipped_steps"]
         if self._learning is not None:
-            self._learning.load_state_dict(state["learnt_costs"])
+            self._learning.load_state_dict(state["learnt_costs"], self.next_step)
 
     @property
     def correction(self) -> Correction | None:

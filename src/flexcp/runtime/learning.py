@@ -76,14 +76,16 @@ class Learning:
         """What the coming plans need; JSON."""
         return {str(step): correction.to_json() for step, correction in self._after.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken.
+    def load_state_dict(self, state: dict[str, Any], next_step: int) -> None:
+        """Continue with `next_step` where `state_dict` was taken.
 
         Raises:
             CheckpointError: it is damaged.
         """
         try:
             self._after = {int(step): Correction.from_json(values) for step, values in state.items()}
+            if len(self._after) > LAG + 1 or any(step >= next_step for step in self._after):
+                raise InputError(f"it is of the steps {sorted(self._after)}", "Continue without it.")
         except (InputError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"the learnt costs of the checkpoint cannot be read ({error})",

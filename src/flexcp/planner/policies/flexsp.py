@@ -27,6 +27,7 @@ from flexcp.core.layout import heads_divide
 from flexcp.cost.model import Load
 from flexcp.planner.balance import Slot, fill, room_tokens, shelves
 from flexcp.planner.problem import Assignment, Pack, Problem, Wave
+from flexcp.planner.timeline import assignment_s
 
 Array = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -74,7 +75,7 @@ def assign(problem: Problem) -> Assignment:
     least = max(1, -(-problem.tokens // problem.cluster.capacity_tokens))
     counts = range(least, min(least + _MICRO_BATCH_COUNTS, len(problem.loads) + 1))
     candidates = [_plan(problem, count) for count in counts]
-    return min(candidates, key=lambda waves: sum(max(map(problem.seconds, wave)) for wave in waves))
+    return min(candidates, key=lambda waves: assignment_s(problem, waves))
 
 
 def _power_of_two(degree: int) -> int:

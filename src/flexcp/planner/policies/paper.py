@@ -11,6 +11,7 @@ from __future__ import annotations
 from flexcp.planner.allocation import dynamic_programme, threshold
 from flexcp.planner.packing import best_fit_decreasing
 from flexcp.planner.problem import Assignment, Pack, Problem
+from flexcp.planner.timeline import assignment_s
 
 # Wave counts tried beyond the least that works; more waves give wider groups and more waiting.
 _EXTRA_WAVES = 3
@@ -34,7 +35,7 @@ def assign(problem: Problem) -> Assignment:
         if waves is not None:
             tried += 1
             assignment = tuple(_allocate(wave, problem) for wave in waves if wave)
-            total_s = sum(max(problem.seconds(pack) for pack in wave) for wave in assignment)
+            total_s = assignment_s(problem, assignment)
             if total_s < best_s:
                 best, best_s = assignment, total_s
         count += 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from flexcp.planner.balance import Slot, fill, room_tokens, shelves
 from flexcp.planner.problem import Assignment, Problem
+from flexcp.planner.timeline import assignment_s
 
 _EXTRA_WAVES = 3
 
@@ -26,7 +27,7 @@ def assign(problem: Problem) -> Assignment:
         if problem.ranks % degree:
             continue
         for assignment in with_degree(problem, degree):
-            total_s = sum(max(problem.seconds(pack) for pack in wave) for wave in assignment)
+            total_s = assignment_s(problem, assignment)
             if total_s < best_s:
                 best, best_s = assignment, total_s
     return best

@@ -12,6 +12,7 @@ from flexcp.core.errors import InfeasibleError, UnsupportedError
 from flexcp.core.layout import heads_divide
 from flexcp.planner.policies import static
 from flexcp.planner.problem import Assignment, Problem
+from flexcp.planner.timeline import assignment_s
 
 
 def assign(problem: Problem) -> Assignment:
@@ -36,7 +37,7 @@ def assign(problem: Problem) -> Assignment:
             f"Rings have no such limit; or raise the tokens per rank to {-(-longest // degrees[-1])}.",
         )
     plans = [plan for degree in degrees if degree >= needed for plan in static.with_degree(problem, degree)]
-    return min(plans, key=lambda waves: sum(max(map(problem.seconds, wave)) for wave in waves))
+    return min(plans, key=lambda waves: assignment_s(problem, waves))
 
 
 def allowed_degrees(heads: int, kv_heads: int, ranks: int) -> list[int]:

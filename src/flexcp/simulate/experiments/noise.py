@@ -104,6 +104,8 @@ def packs(plan: Plan) -> set[tuple[tuple[int, ...], int]]:
 def disturbed(cost: CostModel, sigma: float, random: np.random.Generator) -> CostModel:
     """Every coefficient times 1 + sigma · N(0, 1), each with a draw of its own, at least 0.05."""
     f = np.maximum(_LEAST, 1 + sigma * random.standard_normal(9)).tolist()
+    intra = Link(cost.intra.bytes_per_s * f[5], cost.intra.latency_s * f[6])
+    inter = Link(cost.inter.bytes_per_s * f[7], cost.inter.latency_s * f[8])
     return replace(
         cost,
         pair_s=cost.pair_s * f[0],
@@ -111,8 +113,9 @@ def disturbed(cost: CostModel, sigma: float, random: np.random.Generator) -> Cos
         sample_s=cost.sample_s * f[2],
         pack_s=cost.pack_s * f[3],
         ring_step_s=cost.ring_step_s * f[4],
-        intra=Link(cost.intra.bytes_per_s * f[5], cost.intra.latency_s * f[6]),
-        inter=Link(cost.inter.bytes_per_s * f[7], cost.inter.latency_s * f[8]),
+        intra=intra,
+        # Nobody would believe a measurement in which the network is faster than the node.
+        inter=Link(min(inter.bytes_per_s, intra.bytes_per_s), max(inter.latency_s, intra.latency_s)),
     )
 
 
@@ -126,7 +129,8 @@ def replay_s(plan: Plan, cost: CostModel) -> float:
         wave = task.wave
         load = sum((Load.of(sample, plan.whole_below_tokens) for sample in plan.pack(task)), Load())
         crosses = task.degree > 1 and crosses_nodes(task.ranks, plan.cluster)
-        end_s = max(free_s[rank] for rank in task.ranks) + cost.task_s(load, task.degree, crosses)
+        timed = cost.with_exchange(task.exchange)
+        end_s = max(free_s[rank] for rank in task.ranks) + timed.task_s(load, task.degree, crosses)
         for rank in task.ranks:
             free_s[rank] = end_s
     return max(free_s)
