@@ -212,6 +212,8 @@ def test_noise_keeps_coefficients_positive_and_moves_them_all():
     many = [noise.disturbed(COST, 5.0, random) for _ in range(50)]
 
     assert all(min(c.pair_s, c.token_s, c.pack_s, c.intra.bytes_per_s, c.inter.bytes_per_s) > 0 for c in many)
+    assert all(c.inter.bytes_per_s <= c.intra.bytes_per_s for c in many)
+    many = [noise.disturbed(COST, 0.5, random) for _ in range(50)]
     for name in ("pair_s", "token_s", "sample_s", "pack_s", "ring_step_s", "intra", "inter"):
         assert len({getattr(c, name) for c in many}) > 20, name
 
