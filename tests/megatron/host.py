@@ -26,7 +26,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 import flexcp
-from tests.datasets import VOCAB
 
 PADDED_VOCAB = 100  # divides by the TP sizes of the tests
 # A usual eps would let Adam blow up the rounding of gradients that are almost 0.
@@ -240,4 +239,39 @@ def reference(
     return losses, gradients
 
 
-__all__ = ["VOCAB"]
+class StaticStep:
+    """Megatron's own layout: each rank runs whole samples in turn, one a micro-batch."""
+
+    def __init__(self, dataset: Any, batch: Sequence[int]) -> None:
+        rank = parallel_state.get_data_parallel_rank()
+        own = batch[rank :: parallel_state.get_data_parallel_world_size()]
+        self.schedule = {
+            "data_iterator": iter([whole_sample(dataset[index]) for index in own]),
+            "num_microbatches": len(own),
+            "seq_length": 1,
+            "micro_batch_size": 1,
+        }
+
+    def finish(self, reports: Sequence[dict[str, Tensor]]) -> float:
+        total = sum(report["lm loss"].double() for report in reports)
+        torch.distributed.all_reduce(total)
+        return float(total[0] / total[1])
+
+
+def static_steps(dataset: Any, batches: Sequence[Sequence[int]]) -> list[StaticStep]:
+    return [StaticStep(dataset, batch) for batch in batches]
+
+
+def whole_sample(example: Any) -> dict[str, Any]:
+    """A batch as Megatron's own GPT data set makes it."""
+    ids = torch.as_tensor(example["input_ids"])[None]
+    targets = torch.nn.functional.pad(torch.as_tensor(example["labels"])[None, 1:], (0, 1), value=-100)
+    rows = ids.shape[1]
+    return {
+        "tokens": ids,
+        "labels": targets.where(targets >= 0, 0),
+        "loss_mask": (targets >= 0).float(),
+        "attention_mask": torch.ones(rows, rows, dtype=torch.bool).triu(1)[None, None],
+        "position_ids": torch.arange(rows)[None],
+        "packed_seq_params": None,
+    }

@@ -9,6 +9,9 @@ from typing import Any
 from flexcp.core.cluster import Cluster
 from flexcp.core.plan import Plan, Task
 from flexcp.core.sample import Sample
+from flexcp.cost.model import cost_model
+from flexcp.cost.presets import hardware
+from flexcp.planner import Planner
 from flexcp.runtime.order import batch_indices
 from tests.datasets import ListDataset
 from tests.megatron import shim
@@ -114,3 +117,28 @@ def _worst(got: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str]:
 
     errors = [(relative_error(got[name], expected[name].double()), name) for name in expected]
     return max(errors)
+
+
+def train_twenty(world: Any, flexible: bool) -> dict[str, Any]:
+    """Losses of twenty steps, by plans of the `flexcp` policy or by Megatron alone."""
+    start(world)
+    import flexcp
+    from tests.megatron import host
+
+    dataset, steps = ListDataset(LENGTHS), 20
+    ddp, optimizer = host.wrap(host.provider(host.make_config(), flexible=flexible))
+    if not flexible:
+        batches = [batch_indices(len(dataset), GLOBAL_BATCH, 0, step).tolist() for step in range(steps)]
+        return {"losses": host.train(host.static_steps(dataset, batches), ddp, optimizer)[0]}
+    shape = flexcp.megatron.shape_of(ddp.module.config, host.PADDED_VOCAB)
+    cost = cost_model(shape, hardware("cpu"))
+    planner = Planner(flexcp.megatron.cluster(48), cost, whole_below_tokens=16)
+    degrees = []
+    with flexcp.megatron.Engine([ddp], planner, dataset, global_batch=GLOBAL_BATCH, steps=steps) as engine:
+
+        def watched() -> Any:
+            for step in engine:
+                degrees.append(dict(step.plan.degrees))
+                yield step
+
+        return {"losses": host.train(watched(), ddp, optimizer)[0], "degrees": degrees}

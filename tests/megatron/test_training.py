@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.harness import run_ranks
-from tests.megatron.jobs import train_alone, train_flexibly
+from tests.megatron.jobs import train_alone, train_flexibly, train_twenty
 
 if importlib.util.find_spec("megatron") is None:
     pytest.skip(
@@ -67,3 +67,47 @@ def test_pipeline(alone: Reference) -> None:
     found = check(alone, cells=2, pipeline=2)
 
     assert len({tuple(one["counts"]) for one in found}) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "wrapping"),
+    [
+        ({}, {"use_distributed_optimizer": True}),
+        ({}, {"overlap_grad_reduce": True, "bucket_size": 2000}),
+        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, {}),
+        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, {}),
+    ],
+    ids=["distributed-optimizer", "overlapped-reduction", "full-recompute", "selective-recompute"],
+)
+def test_options_of_megatron(alone: Reference, options: dict[str, Any], wrapping: dict[str, Any]) -> None:
+    """Unequal counts of micro-batches, whatever happens to gradients and activations."""
+    check(alone, cells=3, options=options, wrapping=wrapping)
+
+
+def test_tensor_and_pipeline_parallel(alone: Reference) -> None:
+    """TP x PP with sequence parallelism, full recomputation and a distributed optimizer, all at once."""
+    check(
+        alone,
+        cells=2,
+        tensor=2,
+        pipeline=2,
+        options={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        wrapping={"use_distributed_optimizer": True},
+    )
+
+
+def test_pipeline_over_odd_groups(alone: Reference) -> None:
+    """Degree 3 under 1F1B."""
+    check(alone, cells=3, pipeline=2)
+
+
+def test_twenty_steps_lose_as_megatrons_static_layout_does() -> None:
+    """The flexcp policy, and Megatron's own data-parallel layout with its own attention: the same losses."""
+    flexible = run_ranks(train_twenty, 3, True)
+    static = run_ranks(train_twenty, 3, False)
+
+    degrees = {degree for one in flexible[0]["degrees"] for degree in one}
+    assert len(degrees) > 1, degrees
+    assert len(static[0]["losses"]) == 20
+    assert flexible[0]["losses"] == pytest.approx(static[0]["losses"], rel=1e-5)
+    assert flexible[0]["losses"][-1] < flexible[0]["losses"][0]

@@ -1,0 +1,137 @@
+"""Megatron's indexed files as training data: lengths, tokens, order, and a run that is resumed."""
+
+from __future__ import annotations
+
+import importlib.util
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flexcp.core.errors import ConfigError, DataError
+from tests.harness import run_ranks
+from tests.megatron.jobs import LENGTHS, make_planner, start
+
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip(
+        "megatron-core is not installed: pip install 'flexcp[train,megatron]'", allow_module_level=True
+    )
+
+DOCUMENTS = [[5], [7, 3], [1], [2, 9, 4]]  # lengths of the sequences of each document
+
+
+def read(world: Any, folder: str) -> dict[str, Any]:
+    """What is read of a file that megatron-core's own builder wrote."""
+    start(world)
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    import flexcp
+
+    prefix = f"{folder}/corpus"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    tokens = iter(range(1000))
+    for lengths in DOCUMENTS:
+        document = torch.tensor([next(tokens) for _ in range(sum(lengths))])
+        builder.add_document(document, lengths)
+    builder.finalize(f"{prefix}.idx")
+    found: dict[str, Any] = {}
+    for most in (None, 4):
+        data = flexcp.megatron.IndexedDocuments(prefix, max_tokens=most)
+        samples = [data[index]["input_ids"].tolist() for index in range(len(data))]
+        found[str(most)] = data.lengths.tolist(), samples, data.name(len(data) - 1)
+    for name, call in {
+        "missing": lambda: flexcp.megatron.IndexedDocuments(f"{folder}/other"),
+        "zero": lambda: flexcp.megatron.IndexedDocuments(prefix, max_tokens=0),
+    }.items():
+        try:
+            call()
+        except DataError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_documents_are_samples(tmp_path: Path) -> None:
+    """Sequences of a document are one sample; long ones are cut; nothing is lost and nothing twice."""
+    found = run_ranks(read, 1, str(tmp_path))[0]
+
+    for most, (lengths, samples, last) in (("None", found["None"]), ("4", found["4"])):
+        assert lengths == [len(sample) for sample in samples]
+        assert list(chain.from_iterable(samples)) == list(range(sum(map(sum, DOCUMENTS))))
+        assert last.startswith("document 3 of"), most
+    assert found["None"][0] == [5, 10, 1, 15]
+    assert found["4"][0] == [4, 1, 4, 4, 2, 1, 4, 4, 4, 3]
+    assert "does not exist" in found["missing"]
+    assert "max_tokens is 0" in found["zero"]
+
+
+def train_and_resume(world: Any) -> dict[str, Any]:
+    """Samples and losses of four steps, the last two by another engine; evaluation before and after."""
+    start(world, tensor=1, pipeline=2)
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    import flexcp
+    from tests.datasets import ListDataset
+    from tests.megatron import host
+
+    model, optimizer = host.wrap(host.provider(host.make_config()))
+
+    def engine(**options: Any) -> Any:
+        return flexcp.megatron.Engine(
+            [model], make_planner(2), ListDataset(LENGTHS), **{"global_batch": 5, "steps": 4, **options}
+        )
+
+    def evaluate(running: Any, dataset: Any) -> list[tuple[float, int]]:
+        model.eval()
+        found = []
+        for step in running.evaluation(dataset):
+            reports = get_forward_backward_func()(
+                forward_step_func=host.forward_step, model=[model], forward_only=True, **step.schedule
+            )
+            found.append((step.finish(reports), step.supervised_tokens))
+        model.train()
+        return found
+
+    found: dict[str, Any] = {"samples": []}
+
+    def watched(running: Any, until: int) -> Any:
+        for step in running:
+            found["samples"].append([sample.id for sample in step.plan.samples])
+            yield step
+            if step.index + 1 == until:
+                return
+
+    with engine() as first:
+        found["losses"] = host.train(watched(first, 2), model, optimizer)[0]
+        state = first.state_dict()
+        evaluations = [evaluate(first, ListDataset(LENGTHS[:7], unlabelled=()))]
+    with engine() as second:
+        second.load_state_dict(state)
+        evaluations.append(evaluate(second, ListDataset(LENGTHS[:7], unlabelled=())))
+        found["losses"] += host.train(watched(second, 9), model, optimizer)[0]
+        found["state"] = second.state_dict()
+    with engine(seed=1) as third:
+        try:
+            third.load_state_dict(state)
+        except ConfigError as error:
+            found["other seed"] = str(error)
+    found["evaluations"] = evaluations
+    return found
+
+
+def test_a_resumed_run_sees_the_same_samples() -> None:
+    """Order is a function of seed and step, for any grid; evaluation leaves the count of steps alone."""
+    from flexcp.runtime.order import batch_indices
+
+    by_process = run_ranks(train_and_resume, 4)
+
+    for found in by_process:
+        assert found["samples"] == [batch_indices(len(LENGTHS), 5, 0, step).tolist() for step in range(4)]
+        assert found["state"] == {"step": 4, "seed": 0, "global_batch": 5}
+        assert "seed = 0" in found["other seed"]
+        assert found["losses"] == by_process[0]["losses"]
+        before, after = found["evaluations"]
+        assert before == after
+        assert sum(tokens for _, tokens in before) > 0
