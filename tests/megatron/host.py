@@ -169,6 +169,13 @@ def train(engine: Any, ddp: Any, optimizer: Any) -> tuple[list[float], list[dict
 
 
 def gradients_of(ddp: Any) -> dict[str, Tensor]:
+    """Reduced gradients; of a distributed optimizer every rank holds a shard of each bucket."""
+    if ddp.ddp_config.use_distributed_optimizer:
+        group = parallel_state.get_data_parallel_group()
+        for bucket in (bucket for buffer in ddp.buffers for bucket in buffer.buckets):
+            shards = bucket.grad_data.chunk(group.size())
+            own = shards[group.rank()].clone()
+            torch.distributed.all_gather(list(shards), own, group=group)
     return {name: parameter.main_grad.clone() for name, parameter in ddp.module.named_parameters()}
 
 
