@@ -63,13 +63,13 @@ def start(world: Any, tensor: int = 1, pipeline: int = 1, **options: Any) -> Non
     parallel_state.initialize_model_parallel(tensor, pipeline, **options)
 
 
-def train_alone(world: Any, steps: int, options: dict[str, Any]) -> Any:
+def train_alone(world: Any, steps: int, options: dict[str, Any], global_batch: int = GLOBAL_BATCH) -> Any:
     """First weights, and losses and gradients of every step, by Megatron's own attention on one process."""
     start(world)
     from tests.megatron import host
 
     dataset = ListDataset(LENGTHS)
-    batches = [batch_indices(len(dataset), GLOBAL_BATCH, 0, step).tolist() for step in range(steps)]
+    batches = [batch_indices(len(dataset), global_batch, 0, step).tolist() for step in range(steps)]
     model = host.provider(host.make_config(**options), flexible=False)
     weights = {name: value.detach().clone() for name, value in model.named_parameters()}
     return weights, *host.reference(weights, dataset, batches, **options)
@@ -83,6 +83,7 @@ def train_flexibly(
     pipeline: int,
     options: dict[str, Any],
     wrapping: dict[str, Any],
+    global_batch: int = GLOBAL_BATCH,
 ) -> dict[str, Any]:
     """Losses, largest relative error of any gradient by step, degrees and micro-batches of every step."""
     start(world, tensor, pipeline)
@@ -94,7 +95,7 @@ def train_flexibly(
     ddp, optimizer = host.wrap(model, **wrapping)
     cells = world.size // (tensor * pipeline)
     with flexcp.megatron.Engine(
-        [ddp], make_planner(cells), ListDataset(LENGTHS), global_batch=GLOBAL_BATCH, steps=len(gradients)
+        [ddp], make_planner(cells), ListDataset(LENGTHS), global_batch=global_batch, steps=len(gradients)
     ) as engine:
         found: dict[str, Any] = {"degrees": [], "counts": []}
 

@@ -30,6 +30,9 @@ def install() -> None:
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
     torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
     _OnCpu().__enter__()
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = None  # a name that is undefined without Transformer Engine
 
 
 class _Nothing:
@@ -42,6 +45,9 @@ class _Nothing:
     def wait_event(self, *_: Any) -> None: ...
 
     def record(self, *_: Any) -> None: ...
+
+    def record_event(self, *_: Any) -> _Nothing:
+        return self
 
     def synchronize(self) -> None: ...
 
