@@ -85,7 +85,7 @@ def train_flexibly(
     wrapping: dict[str, Any],
     global_batch: int = GLOBAL_BATCH,
 ) -> dict[str, Any]:
-    """Losses, largest relative error of any gradient by step, degrees and micro-batches of every step."""
+    """Losses, largest relative error of a gradient, degrees, micro-batches and waves, by step."""
     start(world, tensor, pipeline)
     import flexcp
     from tests.megatron import host
@@ -97,12 +97,13 @@ def train_flexibly(
     with flexcp.megatron.Engine(
         [ddp], make_planner(cells), ListDataset(LENGTHS), global_batch=global_batch, steps=len(gradients)
     ) as engine:
-        found: dict[str, Any] = {"degrees": [], "counts": []}
+        found: dict[str, Any] = {"degrees": [], "counts": [], "waves": []}
 
         def watched() -> Any:
             for step in engine:
                 found["degrees"].append(dict(step.plan.degrees))
                 found["counts"].append(step.num_microbatches)
+                found["waves"].append(step.plan.num_waves)
                 yield step
 
         found["losses"], reduced = host.train(watched(), ddp, optimizer)
