@@ -26,7 +26,10 @@ PAGES = {
 }
 
 
-@pytest.mark.parametrize("script", PAGES)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(script, marks=() if script == "emulated" else pytest.mark.slow) for script in PAGES],
+)
 def test_short_form_runs_and_its_page_has_its_parts(script: str, tmp_path: Path) -> None:
     out = tmp_path / "page.md"
     command = [sys.executable, f"benchmarks/{script}.py", "--short", "--out", str(out)]

@@ -66,6 +66,8 @@ def _end_after(trainer: Any, steps: int) -> None:
     trainer._Loop._save = save_then_ask
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_resume_on_other_numbers_of_ranks(tmp_path: Path, sharding: str) -> None:
     """4 -> 3 -> 5: the same samples in every step, and the losses of a run that was never interrupted.
