@@ -84,10 +84,10 @@ def train_until_it_fails(world: Any, how: str, folder: Path) -> None:
     [
         ("kill", RankLostError, "was killed by SIGKILL\nThe kernel does this when memory runs out"),
         ("stop", RankLostError, "stalled, and was ended; rank "),
-        ("sleep", RankLostError, "stalled, and was ended; rank "),
+        pytest.param("sleep", RankLostError, "stalled, and was ended; rank ", marks=pytest.mark.slow),
         ("raise", RankFailedError, "raised:\nTraceback"),
         ("refuse", UnsupportedError, ": a mask of the user's own\nLeave it out."),
-        ("memory", RankFailedError, "ran out of memory: "),
+        pytest.param("memory", RankFailedError, "ran out of memory: ", marks=pytest.mark.slow),
     ],
 )
 def test_a_lost_rank_is_named_with_step_task_and_samples(

@@ -47,7 +47,9 @@ def check(
     return found
 
 
-@pytest.mark.parametrize("cells", [2, 3, 4])
+@pytest.mark.parametrize(
+    "cells", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_data_parallel(alone: Reference, cells: int) -> None:
     """Plans of mixed degrees, odd ones among them, and ranks with different numbers of micro-batches."""
     found = check(alone, cells)
@@ -85,6 +87,7 @@ def test_options_of_megatron(alone: Reference, options: dict[str, Any], wrapping
     check(alone, cells=3, options=options, wrapping=wrapping)
 
 
+@pytest.mark.slow
 def test_tensor_and_pipeline_parallel(alone: Reference) -> None:
     """TP x PP with sequence parallelism, full recomputation and a distributed optimizer, all at once."""
     check(
@@ -97,11 +100,13 @@ def test_tensor_and_pipeline_parallel(alone: Reference) -> None:
     )
 
 
+@pytest.mark.slow
 def test_pipeline_over_odd_groups(alone: Reference) -> None:
     """Degree 3 under 1F1B."""
     check(alone, cells=3, pipeline=2)
 
 
+@pytest.mark.slow
 def test_twenty_steps_lose_as_megatrons_static_layout_does() -> None:
     """The flexcp policy, and Megatron's own data-parallel layout with its own attention: the same losses."""
     flexible = run_ranks(train_twenty, 3, True)
@@ -122,6 +127,7 @@ def test_a_rank_without_a_task_has_a_backward_pass() -> None:
     assert [one["counts"] for one in found] == [[1, 1], [1, 1]]
 
 
+@pytest.mark.slow
 def test_mixture_of_experts_on_one_rank_each() -> None:
     """Four experts, two a token: routing is per token, so a cut sample goes where the whole one went."""
     options = {"num_moe_experts": 4, "moe_router_load_balancing_type": "none", "moe_ffn_hidden_size": 48}
