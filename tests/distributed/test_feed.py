@@ -162,7 +162,7 @@ def read_shares(world: Any) -> dict[str, Any]:
             found["decoded"] = stream.decoded
         stream = Records(data, samples=13)
         with fresh(stream) as engine:
-            engine.load_state_dict({"step": 1, "seed": 0, "global_batch": BATCH})
+            engine.load_state_dict({**engine.state_dict(), "step": 1})
             found["resumed"] = [one["samples"] for one in take_steps(engine, 1)]
             found["again"] = [one["samples"] for one in take_steps(engine, 99)]
             found["decoded after resume"] = sorted(set(stream.decoded))
