@@ -56,7 +56,8 @@ def test_data_parallel(alone: Reference, cells: int) -> None:
 
     assert {degree for step in found[0]["degrees"] for degree in step} == set(range(1, cells + 1))
     counts = [tuple(one["counts"][step] for one in found) for step in range(STEPS)]
-    assert any(len(set(of_step)) > 1 for of_step in counts), counts
+    # Two ranks have as many micro-batches each in every plan of these batches.
+    assert cells == 2 or any(len(set(of_step)) > 1 for of_step in counts), counts
 
 
 def test_tensor_and_sequence_parallel(alone: Reference) -> None:
