@@ -86,7 +86,7 @@ def fitted(plans, seconds, base):
     rows = []
     for plan, times in zip(plans, seconds, strict=True):
         for task, task_s in zip(plan.tasks, times, strict=True):
-            load = sum((Load.of(sample, plan.whole_below_tokens) for sample in plan.pack(task)), Load())
+            load = Load.of_pack(plan.pack(task), plan.whole_below_tokens)
             rows.append(Measurement(load, task.degree, task_s))
     return fit_cost(rows, base)
 

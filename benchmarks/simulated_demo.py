@@ -130,7 +130,7 @@ def measurements(plan, spans):
         core_s[tuple(span.detail["samples"])].append(sum(inside))
     for task in plan.tasks:
         pack = plan.pack(task)
-        load = sum((Load.of(sample, plan.whole_below_tokens) for sample in pack), Load())
+        load = Load.of_pack(pack, plan.whole_below_tokens)
         found = core_s[tuple(sample.id for sample in pack)]
         yield Measurement(load, task.degree, statistics.mean(found))
 

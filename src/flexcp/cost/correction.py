@@ -46,15 +46,15 @@ class MeasuredTasks:
         seconds: shape (K,), measured; NaN where it was not.
     """
 
-    counts: Array
-    degree: Array
-    crosses: Array
+    counts: npt.NDArray[np.int64]
+    degree: npt.NDArray[np.int64]
+    crosses: npt.NDArray[np.bool_]
     exchanges: Sequence[ExchangeKind]
     seconds: Array
 
     def seconds_under(self, cost: CostModel) -> Array:
         """What a cost model says, shape (K,)."""
-        columns = np.asarray(self.counts, dtype=np.float64).T
+        columns = self.counts.astype(np.float64).T
         found = np.zeros(len(self.degree))
         for kind in sorted(set(self.exchanges)):
             mine = np.array([kind == other for other in self.exchanges])

@@ -5,7 +5,7 @@ It knows loads and degrees, never samples' contents, devices or plans.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,6 +59,11 @@ class Load:
             cut_samples=int(cut),
             longest_whole_tokens=0 if cut else sample.tokens,
         )
+
+    @classmethod
+    def of_pack(cls, samples: Iterable[Sample], whole_below_tokens: int) -> Load:
+        """Load of samples together."""
+        return sum((cls.of(sample, whole_below_tokens) for sample in samples), cls())
 
     @property
     def counts(self) -> tuple[int, ...]:

@@ -147,9 +147,7 @@ def _predictions(plan: Plan, cost: CostModel) -> Iterator[str]:
 
 
 def _expected_s(plan: Plan, task: Task, cost: CostModel) -> float:
-    load = Load()
-    for sample in plan.pack(task):
-        load = load + Load.of(sample, plan.whole_below_tokens)
+    load = Load.of_pack(plan.pack(task), plan.whole_below_tokens)
     timed = cost.with_exchange(task.exchange)
     seconds = timed.task_s(load, task.degree, crosses_nodes(task.ranks, plan.cluster))
     return seconds / plan.cluster.speed(task.ranks)

@@ -69,8 +69,7 @@ def with_fastest_exchanges(problem: Problem, tasks: tuple[Task, ...]) -> tuple[T
     wide = [number for number, task in enumerate(tasks) if task.degree > 1]
     if not wide:
         return tasks
-    row_of = dict(zip(problem.order, range(problem.size), strict=True))
-    counts = problem.totals([[row_of[position] for position in tasks[number].samples] for number in wide])
+    counts = problem.totals_of([tasks[number] for number in wide])
     cluster, groups = problem.cluster, [tasks[number].ranks for number in wide]
     degrees = np.array([len(group) for group in groups])
     crosses = np.array([crosses_nodes(group, cluster) for group in groups])

@@ -49,7 +49,7 @@ def optimum_s(
 
     @cache
     def pack_table(pack: tuple[int, ...]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        load = sum((Load.of(samples[k], whole_below_tokens) for k in pack), Load())
+        load = Load.of_pack((samples[k] for k in pack), whole_below_tokens)
         table = cost.times_s(load, cluster.ranks, cluster.ranks_per_node)
         if any_exchange:
             degrees = np.arange(1, cluster.ranks + 1)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import LengthsError
-from flexcp.core.plan import Mode
+from flexcp.core.plan import Mode, Plan, Task
 from flexcp.core.sample import Sample
 from flexcp.cost.model import CostModel, Load
 from flexcp.planner.placement import crosses_nodes
@@ -87,6 +87,11 @@ class Problem:
         columns = (tokens, pairs, np.ones_like(tokens), tokens * cut, cut, tokens * ~cut)
         counts = np.stack(columns, axis=1)
         return cls(cluster, cost, mode, whole_below_tokens, counts, tuple(order.tolist()))
+
+    @classmethod
+    def of_plan(cls, plan: Plan, cost: CostModel) -> Problem:
+        """What a plan is an answer to, under a cost model."""
+        return cls.of(plan.samples, plan.cluster, cost, plan.mode, plan.whole_below_tokens)
 
     @property
     def ranks(self) -> int:
@@ -173,6 +178,12 @@ class Problem:
         totals: Integers = np.add.reduceat(counts, starts)
         totals[:, 5] = np.maximum.reduceat(counts[:, 5], starts)
         return totals
+
+    def totals_of(self, tasks: Sequence[Task]) -> Integers:
+        """`Load.counts` of tasks, whose samples are positions in the batch as given."""
+        row = np.empty(self.size, dtype=np.int64)
+        row[list(self.order)] = np.arange(self.size)
+        return self.totals([row[list(task.samples)].tolist() for task in tasks])
 
     def packs(self, samples: Sequence[Sequence[int]], ranks: Sequence[tuple[int, ...]]) -> list[Pack]:
         """Many packs at once, each on its ranks."""

@@ -73,7 +73,7 @@ class Cell:
     @property
     def load(self) -> Load:
         """What the time formula sees of it."""
-        return sum((Load.of(sample, self.whole_below_tokens) for sample in self.sequences), Load())
+        return Load.of_pack(self.sequences, self.whole_below_tokens)
 
 
 class Bench:

@@ -25,7 +25,7 @@ def communication_share(plan: Plan, cost: CostModel) -> float:
 
 def task_load(plan: Plan, task: Task) -> Load:
     """What a task holds."""
-    return sum((Load.of(sample, plan.whole_below_tokens) for sample in plan.pack(task)), Load())
+    return Load.of_pack(plan.pack(task), plan.whole_below_tokens)
 
 
 @dataclass(frozen=True, slots=True)

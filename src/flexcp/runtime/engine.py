@@ -34,6 +34,7 @@ from flexcp.runtime.collectives import all_gather_rows, peers_in_reach
 from flexcp.runtime.feed import Feed, Prepared
 from flexcp.runtime.launch import DEFAULT_TIMEOUT_S
 from flexcp.runtime.learning import Learning
+from flexcp.runtime.order import require_same_order
 from flexcp.runtime.planning import AnyPlanner, Notify, meet
 from flexcp.runtime.sharding import sharding_of
 from flexcp.runtime.sources import training_source, whole_source
@@ -126,7 +127,8 @@ class Engine:
         self._origin_s = time.perf_counter()
         self._on_step_end = on_step_end
         self._trace = trace
-        self._learning = _learning(planner) if learn_costs else None
+        learning = _learning(planner) if learn_costs else None  # refuses on all ranks alike
+        self._learning = learning if self.rank == 0 else None
         self._feed = Feed(planner, self._transport, self.device, on_notice, timeout_s)
         self._open_step: Step | None = None
         self._closed = False
@@ -240,7 +242,7 @@ class Engine:
         _check(self.planner, dataset, self.global_batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beside weights and optimizer; JSON."""
+        """What a resumed run needs beside weights and optimizer, that of rank 0 is to be kept; JSON."""
         learnt = self._learning.state_dict() if self._learning is not None else {}
         return {
             "step": self.next_step,
@@ -256,12 +258,7 @@ class Engine:
         Raises:
             ConfigError: seed or global batch differ, so other samples would follow.
         """
-        for key in ("seed", "global_batch"):
-            if state[key] != getattr(self, key):
-                raise ConfigError(
-                    f"the checkpoint was made with {key} = {state[key]}, this run has {getattr(self, key)}",
-                    "Resume with the same value, or start a new run.",
-                )
+        require_same_order(state, seed=self.seed, global_batch=self.global_batch)
         self.next_step = state["step"]
         self.skipped_steps = state["skipped_steps"]
         if self._learning is not None:
@@ -269,7 +266,7 @@ class Engine:
 
     @property
     def correction(self) -> Correction | None:
-        """What has been learnt of the costs; None where nothing is learnt."""
+        """What has been learnt of the costs; None where nothing is learnt, and on ranks that do not plan."""
         return self._learning.latest if self._learning is not None else None
 
     def close(self) -> None:

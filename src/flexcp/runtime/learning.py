@@ -15,16 +15,16 @@ import numpy as np
 from flexcp.core.errors import CheckpointError, InputError
 from flexcp.core.plan import Plan
 from flexcp.cost.correction import Correction, MeasuredTasks
-from flexcp.cost.model import Load
 from flexcp.planner import Planner
 from flexcp.planner.placement import crosses_nodes
+from flexcp.planner.problem import Problem
 
 # The plan of step s is asked for when step s - 2 opens, so all that it can know is up to step s - 3.
 LAG = 3
 
 
 class Learning:
-    """The corrections of a run, on every rank alike.
+    """The corrections of a run; on the rank that plans, since nobody else needs them.
 
     Args:
         planner: with the calibrated cost model, which stays what corrections refer to.
@@ -57,12 +57,8 @@ class Learning:
             for index, time_s in zip(plan.tasks_of(rank), durations, strict=False):
                 # Ranks that come early wait for the others; the last to come knows how long the task takes.
                 seconds[index] = min(seconds[index], time_s)
-        loads = [
-            sum((Load.of(sample, plan.whole_below_tokens) for sample in plan.pack(task)), Load())
-            for task in plan.tasks
-        ]
         tasks = MeasuredTasks(
-            counts=np.array([load.counts for load in loads]),
+            counts=Problem.of_plan(plan, self._planner.cost).totals_of(plan.tasks),
             degree=np.array([task.degree for task in plan.tasks]),
             crosses=np.array([crosses_nodes(task.ranks, plan.cluster) for task in plan.tasks]),
             exchanges=[task.exchange for task in plan.tasks],

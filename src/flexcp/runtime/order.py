@@ -5,7 +5,9 @@ Stateless, so a resumed run needs only its step. It knows nothing of ranks: shar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +65,20 @@ def batch_indices(num_samples: int, global_batch: int, seed: int, step: int) -> 
         parts.append(epoch_order(num_samples, seed, epoch)[offset : offset + taken])
         start += taken
     return np.concatenate(parts)
+
+
+def require_same_order(state: Mapping[str, Any], **this_run: int) -> None:
+    """Whether a run that left this state drew the same samples for every step.
+
+    Raises:
+        ConfigError: one of the given numbers differs; it is named.
+    """
+    for key, value in this_run.items():
+        if state[key] != value:
+            raise ConfigError(
+                f"the checkpoint was made with {key} = {state[key]}, this run has {value}",
+                "Resume with the same value, or start a new run.",
+            )
 
 
 def _at_least(name: str, value: int, least: int) -> None:

@@ -32,10 +32,7 @@ class StepCosts:
 
     def __init__(self, plan: Plan, step: int, cost: CostModel, conditions: Conditions) -> None:
         self._plan, self._cost, self._conditions = plan, cost, conditions
-        problem = Problem.of(plan.samples, plan.cluster, cost, plan.mode, plan.whole_below_tokens)
-        row = np.empty(problem.size, dtype=np.int64)
-        row[list(problem.order)] = np.arange(problem.size)
-        self._counts = problem.totals([row[list(task.samples)].tolist() for task in plan.tasks])
+        self._counts = Problem.of_plan(plan, cost).totals_of(plan.tasks)
         self._groups = [task.ranks for task in plan.tasks]
         self._exchanges = [task.exchange for task in plan.tasks]
         self._model_s = seconds_on(self._counts, self._groups, self._exchanges, plan.cluster, cost)

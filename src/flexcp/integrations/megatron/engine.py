@@ -34,6 +34,7 @@ from flexcp.runtime.agreement import require_agreement, versions
 from flexcp.runtime.batches import Dataset, Stream, check_fits
 from flexcp.runtime.feed import Ahead, Feed, Prepared
 from flexcp.runtime.launch import DEFAULT_TIMEOUT_S
+from flexcp.runtime.order import require_same_order
 from flexcp.runtime.planning import AnyPlanner, Notify, meet
 from flexcp.runtime.sources import MapSource, Source, in_order, shuffled
 from flexcp.runtime.transport import Transport
@@ -159,12 +160,7 @@ class Engine:
         Raises:
             ConfigError: seed or global batch differ, so other samples would follow.
         """
-        for key in ("seed", "global_batch"):
-            if state[key] != getattr(self, key):
-                raise ConfigError(
-                    f"the checkpoint was made with {key} = {state[key]}, this run has {getattr(self, key)}",
-                    "Resume with the same value, or start a new run.",
-                )
+        require_same_order(state, seed=self.seed, global_batch=self.global_batch)
         self.next_step = state["step"]
 
     def close(self) -> None:

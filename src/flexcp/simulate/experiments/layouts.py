@@ -234,7 +234,7 @@ def row_load(row: Batch, context_tokens: int, *, attended: bool) -> Load:
     >>> row_load([Sample(0, 7), Sample(1, 2)], 10, attended=True)
     Load(tokens=10, pairs=32, samples=3, cut_tokens=10, cut_samples=3, longest_whole_tokens=0)
     """
-    load = sum((Load.of(sample, whole_below_tokens=0) for sample in row), Load())
+    load = Load.of_pack(row, whole_below_tokens=0)
     filling = context_tokens - load.tokens
     if not filling:
         return load

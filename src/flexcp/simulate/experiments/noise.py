@@ -10,13 +10,15 @@ import numpy as np
 
 from flexcp.core.cluster import Cluster
 from flexcp.core.plan import Plan
-from flexcp.cost import CostModel, Load
+from flexcp.cost import CostModel
 from flexcp.cost.model import Link
 from flexcp.planner import make_plan
-from flexcp.planner.placement import crosses_nodes
+from flexcp.simulate.conditions import Conditions
+from flexcp.simulate.costs import StepCosts
 from flexcp.simulate.experiments.fitting import GLOBAL_BATCH, fit
 from flexcp.simulate.experiments.layouts import POLICY_MODES, Batch, cluster_of, cost_at
 from flexcp.simulate.experiments.result import Column, Result, Setup, Table, Value
+from flexcp.simulate.tasks import run_tasks
 
 MODEL, DATA, RANKS = "qwen3-8b", "github", 64  # the paper names none for this table
 DRAWS = 10
@@ -121,19 +123,8 @@ def disturbed(cost: CostModel, sigma: float, random: np.random.Generator) -> Cos
 
 def replay_s(plan: Plan, cost: CostModel) -> float:
     """Seconds of a plan's tasks, on their ranks and in their order, under other coefficients."""
-    free_s = [0.0] * plan.cluster.ranks
-    wave = None
-    for task in plan.tasks:
-        if plan.mode == "lockstep" and task.wave != wave:
-            free_s = [max(free_s)] * plan.cluster.ranks
-        wave = task.wave
-        load = sum((Load.of(sample, plan.whole_below_tokens) for sample in plan.pack(task)), Load())
-        crosses = task.degree > 1 and crosses_nodes(task.ranks, plan.cluster)
-        timed = cost.with_exchange(task.exchange)
-        end_s = max(free_s[rank] for rank in task.ranks) + timed.task_s(load, task.degree, crosses)
-        for rank in task.ranks:
-            free_s[rank] = end_s
-    return max(free_s)
+    costs = StepCosts(plan, 0, cost, Conditions())
+    return float(run_tasks(plan, costs.seconds).end_s.max())
 
 
 _COLUMNS = (
