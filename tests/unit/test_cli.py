@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,12 @@ def test_unknown_verb_and_option_exit_2(capfd):
     assert main(["plam"]) == 2
     assert "Did you mean 'plan'?" in flat(capfd.readouterr().err)
     assert main(["plan", "--rank", "3"]) == 2
+
+
+def test_version_is_shown(capfd):
+    """What a bug report starts with."""
+    assert main(["--version"]) == 0
+    assert capfd.readouterr().out.strip() == f"flexcp {version('flexcp')}"
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ class Plan:
         if not self.tasks:
             return 0.0
         busy_s = sum(task.duration_s * task.degree for task in self.tasks)
-        return 1.0 - busy_s / (self.step_s * self.cluster.ranks)
+        return max(0.0, 1.0 - busy_s / (self.step_s * self.cluster.ranks))  # sums round; -0.0 % puzzles
 
     @property
     def alone_s(self) -> float:
