@@ -5,6 +5,7 @@ It knows loads and degrees, never samples' contents, devices or plans.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -103,6 +104,9 @@ class Link:
         return f"{self.bytes_per_s / 1e9:.3g} GB/s, {self.latency_s * 1e6:.3g} us"
 
 
+INSTANT = Link(math.inf, 0.0)  # messages take no time
+
+
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """Seconds of one pack, forward and backward, on a group of d ranks.
@@ -199,6 +203,15 @@ class CostModel:
     def with_exchange(self, exchange: ExchangeKind) -> CostModel:
         """The same machine and model, other messages."""
         return self if exchange == self.exchange else replace(self, exchange=exchange)
+
+    def silent(self) -> CostModel:
+        """The same where messages take no time; merging what they bring still does.
+
+        >>> link = Link(1.0, 0.5)
+        >>> CostModel(1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 1, link, link).silent().task_s(Load(4, 10, 1, 4, 1), 2)
+        21.0
+        """
+        return replace(self, intra=INSTANT, inter=INSTANT)
 
     def task_s(self, load: Load, degree: int, crosses_nodes: bool = False) -> float:
         """Seconds of one pack at one degree; `crosses_nodes` if its ring uses links between nodes."""

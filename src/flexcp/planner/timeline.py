@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from flexcp.core.cluster import Cluster
-from flexcp.core.plan import ExchangeKind, Task
+from flexcp.core.plan import ExchangeKind, Plan, Task
 from flexcp.cost.model import CostModel
 from flexcp.planner.placement import Group, crosses_nodes, place
 from flexcp.planner.problem import Array, Assignment, Integers, Problem, Wave
@@ -94,6 +94,18 @@ def seconds_on(
         meets_so = np.array([exchange == kind for exchange in exchanges])
         seconds = np.where(meets_so, cost.with_exchange(kind).seconds(columns, degrees, crosses), seconds)
     return seconds
+
+
+def plan_seconds(plan: Plan, cost: CostModel) -> Array:
+    """Seconds of the tasks of a plan, each by its own exchange, all ranks at full speed."""
+    counts = Problem.of_plan(plan, cost).totals_of(plan.tasks)
+    groups, exchanges = [task.ranks for task in plan.tasks], [task.exchange for task in plan.tasks]
+    return seconds_on(counts, groups, exchanges, plan.cluster, cost)
+
+
+def message_seconds(plan: Plan, cost: CostModel) -> Array:
+    """The part of `plan_seconds` that messages take and no computation hides."""
+    return plan_seconds(plan, cost) - plan_seconds(plan, cost.silent())
 
 
 def _groups(wave: Wave, problem: Problem) -> tuple[Group, ...]:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import numpy as np
 
 from flexcp.core.plan import Plan, Task
-from flexcp.cost.model import CostModel, Link, Load
+from flexcp.cost.model import CostModel, Load
 from flexcp.planner.placement import crosses_nodes
-
-_FREE = Link(float("inf"), 0.0)
+from flexcp.planner.timeline import message_seconds, plan_seconds
 
 
 def communication_share(plan: Plan, cost: CostModel) -> float:
     """Share of all rank-time that ranks spend on messages which no computation hides."""
-    exposed_s = 0.0
-    for task in plan.tasks:
-        load, crosses = task_load(plan, task), crosses_nodes(task.ranks, plan.cluster)
-        timed = cost.with_exchange(task.exchange)
-        silent = replace(timed, intra=_FREE, inter=_FREE)
-        share = 1.0 - silent.task_s(load, task.degree) / timed.task_s(load, task.degree, crosses)
-        exposed_s += task.degree * task.duration_s * share
-    return exposed_s / (plan.step_s * plan.cluster.ranks)
+    shares = message_seconds(plan, cost) / plan_seconds(plan, cost)
+    rank_s = np.array([task.degree * task.duration_s for task in plan.tasks])
+    return float(shares @ rank_s) / (plan.step_s * plan.cluster.ranks)
 
 
 def task_load(plan: Plan, task: Task) -> Load:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from flexcp.core.plan import Plan, Task
-from flexcp.cost.model import CostModel, Link, Load
+from flexcp.cost.model import CostModel, Link
 
 # node, ranks of the task on it, flows that leave it
 Footprint = tuple[tuple[int, int, int], ...]
@@ -31,7 +31,7 @@ class Sharing:
     Args:
         plan: the step.
         seconds: of each task, alone on its links and cores.
-        at_link_share: seconds of a task when its messages have a given share of a link.
+        seconds_at: seconds of a task when its messages have a given share of a link.
         uplinks, cores: see `simulate.conditions.Conditions`.
     """
 
@@ -39,12 +39,12 @@ class Sharing:
         self,
         plan: Plan,
         seconds: list[float],
-        at_link_share: Callable[[int, float], float],
+        seconds_at: Callable[[int, float], float],
         *,
         uplinks: int | None,
         cores: int | None,
     ) -> None:
-        self._seconds, self._at_link_share = seconds, at_link_share
+        self._seconds, self._seconds_at = seconds, seconds_at
         self._uplinks, self._cores = uplinks, cores
         self._footprints = [_footprint(plan, task) for task in plan.tasks]
         self._busy: Counter[int] = Counter()
@@ -81,7 +81,7 @@ class Sharing:
         if self._uplinks:
             share = min((self._uplinks / self._flows[n] for n, _, flows in footprint if flows), default=1.0)
             if share < 1:
-                seconds = self._at_link_share(index, share)
+                seconds = self._seconds_at(index, share)
         if self._cores:
             seconds /= min(1.0, *(self._cores / self._busy[node] for node, _, _ in footprint))
         return seconds
@@ -109,11 +109,7 @@ def _footprint(plan: Plan, task: Task) -> Footprint:
     return tuple((node, count, leaves[node]) for node, count in ranks.items())
 
 
-def seconds_at_link_share(cost: CostModel, load: Load, degree: int, share: float) -> float:
-    """Seconds of a task whose ring crosses nodes with a share of the bandwidth of each link."""
-    return _with_link_share(cost, share).task_s(load, degree, crosses_nodes=True)
-
-
 @lru_cache(maxsize=256)
-def _with_link_share(cost: CostModel, share: float) -> CostModel:
+def at_link_share(cost: CostModel, share: float) -> CostModel:
+    """The same with a share of the bandwidth of each link across nodes."""
     return replace(cost, inter=Link(cost.inter.bytes_per_s * share, cost.inter.latency_s))

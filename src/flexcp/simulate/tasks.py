@@ -42,7 +42,7 @@ def run_tasks(
     Raises:
         PlanError: tasks wait for each other in a circle, which no checked plan does.
     """
-    run = _Run(plan, seconds, sharing)
+    run = _TaskRun(plan, seconds, sharing)
     run.clock.run(until_s)
     if run.clock.now_s < until_s and math.inf in run.start_s:
         stuck = run.start_s.index(math.inf)
@@ -60,7 +60,7 @@ class _Work:
     end: Event
 
 
-class _Run:
+class _TaskRun:
     """One step under way."""
 
     def __init__(self, plan: Plan, seconds: list[float], sharing: Sharing | None) -> None:
