@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 from flexcp.cli.reproduce import EXPERIMENTS, run
-from flexcp.simulate.experiments.result import Result, Setup, constants_table, markdown
-from flexcp.simulate.workloads import WORKLOADS
+from flexcp.reproduce.result import ExperimentSetup, Result, constants_table, markdown
+from flexcp.reproduce.workloads import WORKLOADS
 
 PAGE = Path(__file__).parent / "reproducing.md"
 
@@ -44,5 +44,5 @@ def filled(page: str, texts: dict[str, str]) -> str:
 if __name__ == "__main__":
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(
-        filled(page, blocks({name: run(name, Setup()) for name in EXPERIMENTS})), encoding="utf-8"
+        filled(page, blocks({name: run(name, ExperimentSetup()) for name in EXPERIMENTS})), encoding="utf-8"
     )

@@ -37,6 +37,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
         "flexcp.planner",
         "flexcp.report.timeline",
         "flexcp.simulate",
+        "flexcp.reproduce.main",
         "flexcp.cli",
     ],
 )

@@ -143,7 +143,7 @@ def _asserts(function: ast.AST, helpers: set[str]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("room", ["core", "cost", "planner", "report", "simulate"])
+@pytest.mark.parametrize("room", ["core", "cost", "planner", "report", "reproduce", "simulate"])
 def test_heart_never_names_torch(room):
     """Not even inside a function: the heart plans on a laptop."""
     naming = [

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flexcp.cli.reproduce import EXPERIMENTS, run
-from flexcp.simulate.experiments.published import PUBLISHED
-from flexcp.simulate.experiments.result import Setup
+from flexcp.reproduce.published import PUBLISHED
+from flexcp.reproduce.result import ExperimentSetup
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reproducing.md").read_text(encoding="utf-8")
@@ -58,6 +58,6 @@ def test_page_counts_right():
 def test_page_is_what_the_command_prints():
     """Every table, but for wall times."""
     tables = make_tables()
-    printed = tables.blocks({name: run(name, Setup()) for name in EXPERIMENTS})
+    printed = tables.blocks({name: run(name, ExperimentSetup()) for name in EXPERIMENTS})
 
     assert without_wall_times(tables.filled(PAGE, printed)) == without_wall_times(PAGE)

@@ -15,9 +15,9 @@ from flexcp.core.sample import samples_from_lengths
 from flexcp.cost import CostModel, Link, cost_model, hardware
 from flexcp.cost.encoder import encoder_pairs
 from flexcp.planner import make_plan
-from flexcp.simulate.experiments import extreme, main, noise, scaling, schedule
-from flexcp.simulate.experiments.fitting import FITTED_MAIN, FITTED_SCHEDULE, fit
-from flexcp.simulate.experiments.layouts import (
+from flexcp.reproduce import extreme, main, noise, scaling, schedule
+from flexcp.reproduce.fitting import FITTED_MAIN, FITTED_SCHEDULE, fit_constants
+from flexcp.reproduce.layouts import (
     batches_of,
     fair_static,
     heads_filled_up,
@@ -25,11 +25,11 @@ from flexcp.simulate.experiments.layouts import (
     planned_s,
     row_load,
 )
-from flexcp.simulate.experiments.published import PUBLISHED
-from flexcp.simulate.experiments.result import Setup
-from flexcp.simulate.workloads import workload
+from flexcp.reproduce.published import PUBLISHED
+from flexcp.reproduce.result import ExperimentSetup
+from flexcp.reproduce.workloads import workload
 
-SETUP = Setup(steps=1)
+SETUP = ExperimentSetup(steps=1)
 LINK = Link(bytes_per_s=1e4, latency_s=0.0)
 # 2 us a pair, 1 ms a token, 5 ms a sample, 0.1 s a pack, 20 ms a ring step; messages 0.1 ms a token.
 COST = CostModel(2e-6, 1e-3, 5e-3, 0.1, 0.02, 1.0, 1, LINK, LINK, heads=6, kv_heads=2)
@@ -37,7 +37,7 @@ COST = CostModel(2e-6, 1e-3, 5e-3, 0.1, 0.02, 1.0, 1, LINK, LINK, heads=6, kv_he
 
 @pytest.fixture(scope="module")
 def constants():
-    return fit(PUBLISHED, SETUP.steps, SETUP.seed)
+    return fit_constants(PUBLISHED, SETUP.steps, SETUP.seed)
 
 
 def perturbed(published=PUBLISHED):
@@ -77,7 +77,7 @@ def perturbed(published=PUBLISHED):
 
 def test_constants_lean_on_stated_rows_only(constants):
     """Change every other published number: no constant moves."""
-    assert fit(perturbed(), SETUP.steps, SETUP.seed) == constants
+    assert fit_constants(perturbed(), SETUP.steps, SETUP.seed) == constants
 
 
 @pytest.mark.parametrize("table", ["main", "schedule", "scaling"])
@@ -90,13 +90,15 @@ def test_constants_lean_on_stated_rows(table, constants):
     }[table]
     changed = replace(PUBLISHED, **{table: (first, *getattr(PUBLISHED, table)[1:])})
 
-    assert fit(changed, SETUP.steps, SETUP.seed) != constants
+    assert fit_constants(changed, SETUP.steps, SETUP.seed) != constants
 
 
 def test_predictions_do_not_look_at_what_they_predict():
     """Our columns of the main table are the same whatever the predicted rows claim."""
     ours = ("paper_s", "padded_s", "fair_s", "flexcp_s", "unattended_over_paper")
-    tables = [main.run(Setup(1, 0, published)).tables[1].rows for published in (PUBLISHED, perturbed())]
+    tables = [
+        main.run(ExperimentSetup(1, 0, published)).tables[1].rows for published in (PUBLISHED, perturbed())
+    ]
 
     for row, other in zip(*tables, strict=True):
         assert [row[key] for key in ours] == [other[key] for key in ours]
@@ -288,7 +290,7 @@ def test_command_prints_json_twice_alike(capfd, constants):
 
     assert printed[0] == printed[1]
     assert body["seed"] == 1
-    assert body["constants"]["scales"] == fit(PUBLISHED, 1, 1).scales != constants.scales
+    assert body["constants"]["scales"] == fit_constants(PUBLISHED, 1, 1).scales != constants.scales
     assert body["schema"] == "flexcp.reproduce/1"
     assert [row["policy"] for row in body["tables"][0]["rows"]] == ["paper", "flexcp"] * 2
     assert set(body["fitted_on"]) == {"speed", "fixed_s", *body["constants"]["scales"]}

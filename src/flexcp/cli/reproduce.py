@@ -16,7 +16,7 @@ from rich.text import Text
 
 from flexcp.cli.outputs import require_writable, write_output
 from flexcp.core.errors import ConfigError, UnknownNameError
-from flexcp.simulate.experiments.result import Column, Result, Setup, Table, constants_table
+from flexcp.reproduce.result import Column, ExperimentSetup, Result, Table, constants_table
 
 EXPERIMENTS = {
     "main": "the main table: five models, five data sets, and the extreme batch",
@@ -41,7 +41,7 @@ def reproduce(
     """
     for path in out or ():
         _refuse(path)
-    result = run(experiment, Setup(steps, seed), shown=not as_json)
+    result = run(experiment, ExperimentSetup(steps, seed), shown=not as_json)
     for path in out or ():
         text = result.as_markdown() if path.suffix == ".md" else json.dumps(result.as_json(), indent=1)
         write_output(path, text + "\n")
@@ -51,7 +51,7 @@ def reproduce(
         show(result, Console())
 
 
-def run(experiment: str, setup: Setup, *, shown: bool = False) -> Result:
+def run(experiment: str, setup: ExperimentSetup, *, shown: bool = False) -> Result:
     """Run one experiment, with a progress bar on stderr if `shown`.
 
     Raises:
@@ -59,8 +59,8 @@ def run(experiment: str, setup: Setup, *, shown: bool = False) -> Result:
     """
     if experiment not in EXPERIMENTS:
         raise UnknownNameError("experiment", experiment, EXPERIMENTS)
-    module = import_module(f"flexcp.simulate.experiments.{experiment}")
-    call = cast(Callable[[Setup], Result], module.run)
+    module = import_module(f"flexcp.reproduce.{experiment}")
+    call = cast(Callable[[ExperimentSetup], Result], module.run)
     if not shown:
         return call(setup)
     with Progress(console=Console(stderr=True), transient=True) as bar:
@@ -69,7 +69,7 @@ def run(experiment: str, setup: Setup, *, shown: bool = False) -> Result:
         def progress(label: str, done: int, of: int) -> None:
             bar.update(task, description=label, completed=done, total=of)
 
-        return call(Setup(setup.steps, setup.seed, setup.published, progress))
+        return call(ExperimentSetup(setup.steps, setup.seed, setup.published, progress))
 
 
 def _refuse(path: Path) -> None:

@@ -1,7 +1,6 @@
 """What would happen: a training run as discrete events, from its plans and a cost model.
 
 Deterministic, and without torch. It decides nothing and measures nothing; it writes what a real run writes.
-`workloads` and `experiments` are the published data sets and tables, on the cost model alone.
 """
 
 from flexcp.simulate.conditions import Conditions, Failure

@@ -18,11 +18,10 @@ _HEAD, _FOOT = 26, 40
 
 @dataclass(frozen=True, slots=True)
 class Gantt:
-    """A timeline drawn: `labels` go left of `plot`, which may be wider than the page; both have `height`."""
+    """A timeline drawn: `labels` go left of `plot`, which may be wider than the page; both are as high."""
 
     labels: Markup
     plot: Markup
-    height: float
     notice: str = ""
 
 
@@ -55,7 +54,6 @@ def draw(timeline: Timeline, ranks: Sequence[int], ranks_per_node: int) -> Gantt
     return Gantt(
         element("svg", labels, class_="axis", width=AXIS, height=total, aria_hidden="true"),
         element("svg", parts, class_="gantt", width="100%", height=total),
-        total,
         notice,
     )
 

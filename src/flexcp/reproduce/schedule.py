@@ -7,25 +7,25 @@ from collections.abc import Callable
 from statistics import median
 
 from flexcp.planner import make_plan
-from flexcp.simulate.experiments.fitting import (
+from flexcp.reproduce.fitting import (
     FITTED_SCHEDULE,
     SCHEDULE_DATA,
     SCHEDULE_MODEL,
     Constants,
-    fit,
+    fit_constants,
     schedule_compute_s,
 )
-from flexcp.simulate.experiments.layouts import POLICY_MODES, batches_of, cluster_of, cost_at
-from flexcp.simulate.experiments.published import ScheduleRow
-from flexcp.simulate.experiments.result import Column, Result, Setup, Table, Value, off
-from flexcp.simulate.workloads import workload
+from flexcp.reproduce.layouts import POLICY_MODES, batches_of, cluster_of, cost_at
+from flexcp.reproduce.published import ScheduleRow
+from flexcp.reproduce.result import Column, ExperimentSetup, Result, Table, Value, off
+from flexcp.reproduce.workloads import workload
 
 Clock = Callable[[], float]
 
 
-def run(setup: Setup, clock: Clock = time.process_time) -> Result:
+def run(setup: ExperimentSetup, clock: Clock = time.process_time) -> Result:
     """Predicted seconds of a step, and measured processor milliseconds of its plan."""
-    constants = fit(setup.published, setup.steps, setup.seed, setup.progress)
+    constants = fit_constants(setup.published, setup.steps, setup.seed, setup.progress)
     rows: list[dict[str, Value]] = []
     published = setup.published.schedule
     for number, row in enumerate(published):
@@ -40,7 +40,7 @@ def run(setup: Setup, clock: Clock = time.process_time) -> Result:
     return Result("schedule", setup, constants, _tables(tuple(rows), fitted), _NOTES)
 
 
-def _row(row: ScheduleRow, setup: Setup, constants: Constants, clock: Clock) -> dict[str, Value]:
+def _row(row: ScheduleRow, setup: ExperimentSetup, constants: Constants, clock: Clock) -> dict[str, Value]:
     scale = constants.scales["schedule"]
     paper_s, flexcp_s = (
         constants.fixed_s
@@ -63,7 +63,9 @@ def _row(row: ScheduleRow, setup: Setup, constants: Constants, clock: Clock) -> 
     }
 
 
-def _planning_ms(row: ScheduleRow, setup: Setup, constants: Constants, policy: str, clock: Clock) -> float:
+def _planning_ms(
+    row: ScheduleRow, setup: ExperimentSetup, constants: Constants, policy: str, clock: Clock
+) -> float:
     data = workload(SCHEDULE_DATA).scaled(constants.scales["schedule"])
     cluster, cost = cluster_of(row.ranks), cost_at(SCHEDULE_MODEL, constants.speed)
     spent = []

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from flexcp.simulate.experiments.fitting import (
+from flexcp.reproduce.fitting import (
     FITTED_SCALING,
     GLOBAL_BATCH,
     SCALING_CONTEXT,
     SCALING_DATA,
     SCALING_MODEL,
     Constants,
-    fit,
+    fit_constants,
 )
-from flexcp.simulate.experiments.layouts import Batch, cluster_of, cost_at, fair_static, padded_s, planned_s
-from flexcp.simulate.experiments.result import Column, Result, Setup, Table, Value, off
+from flexcp.reproduce.layouts import Batch, cluster_of, cost_at, fair_static, padded_s, planned_s
+from flexcp.reproduce.result import Column, ExperimentSetup, Result, Table, Value, off
 
 RANKS = (8, 16, 32, 64)
 SAMPLES_PER_RANK = GLOBAL_BATCH // RANKS[0]
@@ -25,9 +25,9 @@ OTHERS = {"fair": "fair static", "flexcp": "`flexcp`"}
 Rates = dict[int, tuple[dict[str, float], dict[str, float]]]
 
 
-def run(setup: Setup) -> Result:
+def run(setup: ExperimentSetup) -> Result:
     """Every system at every number of ranks, with a batch that stays and one that grows with the ranks."""
-    constants = fit(setup.published, setup.steps, setup.seed, setup.progress)
+    constants = fit_constants(setup.published, setup.steps, setup.seed, setup.progress)
     data = constants.workload(SCALING_DATA).within(SCALING_CONTEXT)
     same = data.batches(GLOBAL_BATCH, setup.steps, setup.seed)
     rates: Rates = {}
@@ -53,7 +53,7 @@ def throughput(batches: tuple[Batch, ...], ranks: int, constants: Constants) -> 
     return {name: tokens / (s + constants.fixed_s) / ranks / 1000 for name, s in seconds.items()}
 
 
-def _rate_table(rates: Rates, setup: Setup) -> Table:
+def _rate_table(rates: Rates, setup: ExperimentSetup) -> Table:
     cases = [(ranks, name) for ranks in rates for name in (SYSTEMS | OTHERS)]
     rows = tuple(_rate_row(ranks, name, rates[ranks], setup) for ranks, name in cases)
     columns = (
@@ -71,7 +71,7 @@ def _rate_table(rates: Rates, setup: Setup) -> Table:
 
 
 def _rate_row(
-    ranks: int, name: str, ours: tuple[dict[str, float], dict[str, float]], setup: Setup
+    ranks: int, name: str, ours: tuple[dict[str, float], dict[str, float]], setup: ExperimentSetup
 ) -> dict[str, Value]:
     same, growing = (rate[name] for rate in ours)
     row: dict[str, Value] = {
@@ -97,7 +97,7 @@ def _rate_row(
     }
 
 
-def _gain_table(rates: Rates, setup: Setup) -> Table:
+def _gain_table(rates: Rates, setup: ExperimentSetup) -> Table:
     known = {row.ranks: row.fcp_over_deepspeed for row in setup.published.scaling}
     rows = tuple(
         {

@@ -31,7 +31,7 @@ class Workload:
         name: data set.
         knots: ascending pairs of (share of samples below, value); the first share is 0, the last below 1.
         unit: what the values are before `scale`: `tokens`, or `s` (seconds of video).
-        scale: tokens per unit. 1 for tokens that are known; else a fitted constant (`experiments.fitting`).
+        scale: tokens per unit. 1 for tokens that are known; else a fitted constant (`reproduce.fitting`).
         longest: the largest value there is, in `unit`; infinite where only the context limits.
         origin: where every number is from.
         context_tokens: longer samples are cut to this.
@@ -79,10 +79,6 @@ class Workload:
         value = np.exp(np.interp(exceeding, known, logs) + slope * beyond)
         length = np.rint(self.scale * np.minimum(value, self.longest))
         return np.asarray(np.clip(length, 1, self.context_tokens), dtype=np.int64)
-
-    def tokens_at(self, share_below: float) -> int:
-        """Length at one share."""
-        return int(self.tokens(np.array([share_below]))[0])
 
     @property
     def longest_tokens(self) -> int:

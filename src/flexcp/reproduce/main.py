@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from flexcp.core.plan import ExchangeKind
-from flexcp.simulate.experiments.extreme import MAIN_SHORT, unbalanced
-from flexcp.simulate.experiments.extreme import MODEL as EXTREME_MODEL
-from flexcp.simulate.experiments.fitting import FITTED_MAIN, GLOBAL_BATCH, Constants, fit
-from flexcp.simulate.experiments.layouts import Times, batches_of, cluster_of, cost_at, every_layout
-from flexcp.simulate.experiments.published import MainRow
-from flexcp.simulate.experiments.result import Column, Result, Setup, Table, Value, off
-from flexcp.simulate.workloads import CONTEXT_TOKENS
+from flexcp.reproduce.extreme import MAIN_SHORT, unbalanced
+from flexcp.reproduce.extreme import MODEL as EXTREME_MODEL
+from flexcp.reproduce.fitting import FITTED_MAIN, GLOBAL_BATCH, Constants, fit_constants
+from flexcp.reproduce.layouts import Times, batches_of, cluster_of, cost_at, every_layout
+from flexcp.reproduce.published import MainRow
+from flexcp.reproduce.result import Column, ExperimentSetup, Result, Table, Value, off
+from flexcp.reproduce.workloads import CONTEXT_TOKENS
 
 RANKS = 64
 EXCHANGES: dict[str, ExchangeKind] = {"megatron": "ring", "deepspeed": "all-to-all"}
 
 
-def run(setup: Setup) -> Result:
+def run(setup: ExperimentSetup) -> Result:
     """All rows."""
-    constants = fit(setup.published, setup.steps, setup.seed, setup.progress)
+    constants = fit_constants(setup.published, setup.steps, setup.seed, setup.progress)
     main = setup.published.main
     times = []
     for number, row in enumerate(main):
@@ -30,7 +30,7 @@ def run(setup: Setup) -> Result:
     return Result("main", setup, constants, _tables(rows), _NOTES)
 
 
-def predict(row: MainRow, setup: Setup, constants: Constants) -> Times:
+def predict(row: MainRow, setup: ExperimentSetup, constants: Constants) -> Times:
     """Every layout on the same batches."""
     data = constants.workload(row.data)
     return every_layout(
@@ -45,7 +45,7 @@ def predict(row: MainRow, setup: Setup, constants: Constants) -> Times:
 
 
 def _rows(
-    main: tuple[MainRow, ...], ours: list[Times], extreme: Times, setup: Setup, constants: Constants
+    main: tuple[MainRow, ...], ours: list[Times], extreme: Times, setup: ExperimentSetup, constants: Constants
 ) -> tuple[dict[str, Value], ...]:
     rows: list[dict[str, Value]] = [
         {

@@ -13,11 +13,11 @@ from flexcp.core.plan import Plan
 from flexcp.cost import CostModel
 from flexcp.cost.model import Link
 from flexcp.planner import make_plan
+from flexcp.reproduce.fitting import GLOBAL_BATCH, fit_constants
+from flexcp.reproduce.layouts import POLICY_MODES, Batch, cluster_of, cost_at
+from flexcp.reproduce.result import Column, ExperimentSetup, Result, Table, Value
 from flexcp.simulate.conditions import Conditions
 from flexcp.simulate.costs import StepCosts
-from flexcp.simulate.experiments.fitting import GLOBAL_BATCH, fit
-from flexcp.simulate.experiments.layouts import POLICY_MODES, Batch, cluster_of, cost_at
-from flexcp.simulate.experiments.result import Column, Result, Setup, Table, Value
 from flexcp.simulate.tasks import run_tasks
 
 MODEL, DATA, RANKS = "qwen3-8b", "github", 64  # the paper names none for this table
@@ -44,9 +44,9 @@ class Robustness:
     slowest: float
 
 
-def run(setup: Setup) -> Result:
+def run(setup: ExperimentSetup) -> Result:
     """Both policies at every published noise."""
-    constants = fit(setup.published, setup.steps, setup.seed, setup.progress)
+    constants = fit_constants(setup.published, setup.steps, setup.seed, setup.progress)
     batches = constants.workload(DATA).batches(GLOBAL_BATCH, setup.steps, setup.seed)
     cost, cluster = cost_at(MODEL, constants.speed), cluster_of(RANKS)
     cases = [(row, policy) for row in setup.published.noise for policy in ("paper", "flexcp")]

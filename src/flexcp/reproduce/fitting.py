@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
 
-from flexcp.simulate.experiments.layouts import batches_of, cluster_of, cost_at, padded_s, planned_s
-from flexcp.simulate.experiments.published import Published
-from flexcp.simulate.workloads import Workload, workload
+from flexcp.reproduce.layouts import batches_of, cluster_of, cost_at, padded_s, planned_s
+from flexcp.reproduce.published import Published
+from flexcp.reproduce.workloads import Workload, workload
 
 SCHEDULE_MODEL, SCHEDULE_DATA = "qwen3-vl-2b", "openvid"
 SCALING_MODEL, SCALING_DATA = "qwen3-8b", "github"
@@ -71,7 +71,7 @@ class Constants:
 
 
 @lru_cache(maxsize=4)  # the experiments of one process share their constants
-def fit(published: Published, steps: int, seed: int, progress: Progress = silent) -> Constants:
+def fit_constants(published: Published, steps: int, seed: int, progress: Progress = silent) -> Constants:
     """Fit all constants.
 
     Speed, fixed seconds and the two scales that they depend on are found in turn, a few times over; each

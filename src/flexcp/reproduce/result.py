@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from flexcp.simulate.experiments.fitting import FITTED_ON, Constants, Progress, silent
-from flexcp.simulate.experiments.published import PUBLISHED, Published
+from flexcp.reproduce.fitting import FITTED_ON, Constants, Progress, silent
+from flexcp.reproduce.published import PUBLISHED, Published
 
 RESULT_SCHEMA = "flexcp.reproduce/1"
 FITTED_MARK = " (fit)"
@@ -16,7 +16,7 @@ Value = float | int | str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class ExperimentSetup:
     """What every experiment is given.
 
     Attributes:
@@ -77,7 +77,7 @@ class Result:
     """One experiment."""
 
     experiment: str
-    setup: Setup
+    setup: ExperimentSetup
     constants: Constants
     tables: tuple[Table, ...]
     notes: tuple[str, ...] = field(default=())

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from flexcp.core.sample import samples_from_lengths
-from flexcp.simulate.experiments.fitting import Constants, fit
-from flexcp.simulate.experiments.layouts import (
+from flexcp.reproduce.fitting import Constants, fit_constants
+from flexcp.reproduce.layouts import (
     TOKENS_PER_RANK,
     Batch,
     Times,
@@ -16,8 +16,8 @@ from flexcp.simulate.experiments.layouts import (
     cost_at,
     every_layout,
 )
-from flexcp.simulate.experiments.result import Column, Result, Setup, Table
-from flexcp.simulate.workloads import CONTEXT_TOKENS
+from flexcp.reproduce.result import Column, ExperimentSetup, Result, Table
+from flexcp.reproduce.workloads import CONTEXT_TOKENS
 
 MODEL, RANKS = "qwen3-8b", 64  # the paper names no model for this row
 SHORT_TOKENS = (2048, 8192)
@@ -28,9 +28,9 @@ RELEASED_SAMPLES, RELEASED_STEPS = 64, 9
 _RELEASED_CAP, _RELEASED_SPREAD, _RELEASED_UNIFORM = 4096, 0.1, (512, 4096)
 
 
-def run(setup: Setup) -> Result:
+def run(setup: ExperimentSetup) -> Result:
     """Both tables."""
-    constants = fit(setup.published, setup.steps, setup.seed, setup.progress)
+    constants = fit_constants(setup.published, setup.steps, setup.seed, setup.progress)
     parts = len(MANY) + len(setup.published.released)
     by_count = []
     for number, short in enumerate(MANY):
@@ -45,7 +45,7 @@ def run(setup: Setup) -> Result:
     return Result("extreme", setup, constants, tables, _NOTES)
 
 
-def unbalanced(short: int, setup: Setup, constants: Constants) -> Times:
+def unbalanced(short: int, setup: ExperimentSetup, constants: Constants) -> Times:
     """One sample of 128k, `short` of 2-8k, uniform."""
     random = np.random.default_rng(setup.seed)
     low, high = SHORT_TOKENS
@@ -101,7 +101,7 @@ _RATIOS = (
 )
 
 
-def _count_table(ours: list[Times], setup: Setup) -> Table:
+def _count_table(ours: list[Times], setup: ExperimentSetup) -> Table:
     rows = tuple(
         {"short": f"{short}", "published": setup.published.extreme_ratio, **t.values()}
         for short, t in zip(MANY, ours, strict=True)
@@ -110,7 +110,7 @@ def _count_table(ours: list[Times], setup: Setup) -> Table:
     return Table(f"One sample of 131,072 and many of 2–8k, {MODEL}", columns, rows)
 
 
-def _released_table(ours: list[Times], setup: Setup) -> Table:
+def _released_table(ours: list[Times], setup: ExperimentSetup) -> Table:
     rows = tuple(
         {"model": row.model, "published": row.ratio, **t.values()}
         for row, t in zip(setup.published.released, ours, strict=True)

@@ -23,7 +23,7 @@ from flexcp.planner import make_plan
 from flexcp.planner.policies import static
 from flexcp.planner.problem import Problem
 from flexcp.planner.timeline import makespan_s, schedule
-from flexcp.simulate.workloads import Workload
+from flexcp.reproduce.workloads import Workload
 
 HARDWARE = "ascend-910c"
 RANKS_PER_NODE = 16  # 4 nodes of 16 in the paper

@@ -1,1 +1,0 @@
-"""The published experiments, one file each, run on the cost model: published numbers beside ours."""
