@@ -13,26 +13,25 @@ from rich.console import Console
 from rich.text import Text
 
 from flexcp.cli.comparison import compare, verdict
+from flexcp.cli.megatron_args import GLOBAL_BATCH, RANKS_PER_NODE, asked_of, changes_of, read_megatron_args
 from flexcp.cli.memory import Holding, MemorySize, ShardingName, TokensPerRank
 from flexcp.cli.outputs import require_writable, write_output
 from flexcp.cli.plan_json import report_json
 from flexcp.cli.request import (
     BATCH,
+    CLUSTER,
     OUTPUT,
     POLICY,
     Column,
-    GlobalBatch,
     HardwareName,
     LengthFiles,
-    ModelName,
     ModeName,
-    Ranks,
-    RanksPerNode,
     Request,
     Seed,
     read_request,
 )
 from flexcp.core.errors import ConfigError, UnknownNameError
+from flexcp.core.model_shape import MODEL_SHAPES
 from flexcp.planner import POLICIES
 from flexcp.report.explain import explain as explain_plan
 from flexcp.report.tables import Outcome, choice_table, format_degrees, policy_table
@@ -41,15 +40,39 @@ from flexcp.report.timeline import plan_svg, plan_timeline
 
 def plan(
     lengths: LengthFiles,
-    model: ModelName,
-    ranks: Ranks,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help=f"One of {', '.join(MODEL_SHAPES)}.", show_default="needed", rich_help_panel=CLUSTER
+        ),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="Ranks, one per TP×PP cell.", show_default="needed", rich_help_panel=CLUSTER),
+    ] = None,
     hardware_name: HardwareName = "h100",
-    ranks_per_node: RanksPerNode = 8,
+    ranks_per_node: Annotated[
+        int | None,
+        typer.Option(
+            help="Ranks that share the fast links.", show_default=str(RANKS_PER_NODE), rich_help_panel=CLUSTER
+        ),
+    ] = None,
+    from_megatron_args: Annotated[
+        str | None,
+        typer.Option(
+            help="Flags of a Megatron-LM launch script, or @ and its path: model, ranks, layout in use.",
+            show_default=False,
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None,
     tokens: TokensPerRank = None,
     memory: MemorySize = None,
     sharding: ShardingName = None,
     column: Column = None,
-    global_batch: GlobalBatch = 512,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(help="Samples a step.", show_default=str(GLOBAL_BATCH), rich_help_panel=BATCH),
+    ] = None,
     steps: Annotated[int, typer.Option(help="Steps to plan.", rich_help_panel=BATCH)] = 1,
     seed: Seed = 0,
     mode: ModeName = "free-running",
@@ -80,23 +103,28 @@ def plan(
     if policy != "all" and policy not in POLICIES:
         raise UnknownNameError("policy", policy, ["all", *POLICIES])
     _check_outputs(out or ())
+    run = None if from_megatron_args is None else read_megatron_args(from_megatron_args)
+    asked = asked_of(run, model, ranks, ranks_per_node, global_batch, mode, current_cp)
     request = read_request(
         lengths,
-        model=model,
-        ranks=ranks,
+        model=asked.model,
+        ranks=asked.ranks,
         hardware_name=hardware_name,
-        ranks_per_node=ranks_per_node,
+        ranks_per_node=asked.ranks_per_node,
         holding=Holding(tokens, memory, sharding),
         column=column,
-        global_batch=global_batch,
+        global_batch=asked.global_batch,
         steps=steps,
         seed=seed,
-        mode=mode,
+        mode=asked.mode,
         epochs=False,
+        megatron=run,
     )
+    current_cp = asked.current_cp
     outcomes, baseline = compare(request.batches, request.setting, policy=policy, current_cp=current_cp)
     sentence = verdict(outcomes[-1], baseline, request.given.lengths, request.setting)
-    report = _Report(request, current_cp, outcomes, baseline, sentence)
+    changes = changes_of(run, request.setting) if run is not None else ()
+    report = _Report(request, current_cp, outcomes, baseline, sentence, changes)
     for path in out or ():
         report.write(path)
     if as_json:
@@ -123,6 +151,7 @@ class _Report:
     outcomes: Sequence[Outcome]
     baseline: Outcome
     sentence: str
+    changes: Sequence[str] = ()
 
     @property
     def _subject(self) -> Outcome:
@@ -130,6 +159,8 @@ class _Report:
 
     def as_json(self, *, with_tasks: bool) -> dict[str, Any]:
         inputs = self.request.inputs | {"current_cp": self.current_cp}
+        if self.changes:
+            inputs["megatron_changes"] = list(self.changes)
         cost = self.request.setting.cost
         return report_json(inputs, cost, self.outcomes, self.baseline, self.sentence, with_tasks=with_tasks)
 
@@ -147,6 +178,8 @@ class _Report:
         console.print(Text(self.request.headline, "dim"), highlight=False)
         for notice in self.request.inputs["notices"]:
             console.print(Text("note: ", "yellow").append(notice, "default"), highlight=False)
+        for change in self.changes:
+            console.print(Text("do: ", "green").append(change, "default"), highlight=False)
         console.print()
         baseline = self.baseline if self.baseline.plans else None
         console.print(policy_table(self.outcomes, baseline, console.width), highlight=False)

@@ -11,6 +11,7 @@ import typer
 
 from flexcp.cli.comparison import Setting
 from flexcp.cli.inputs import Batch, EpochBatches, Inputs, global_batches, read_inputs, refuse_too_long
+from flexcp.cli.megatron_args import MegatronRun
 from flexcp.cli.memory import Holding
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import ConfigError, UnknownNameError
@@ -92,15 +93,19 @@ def read_request(
     seed: int,
     mode: str,
     epochs: bool,
+    megatron: MegatronRun | None = None,
 ) -> Request:
     """Read the files and check the options; the arguments are the options of the same names.
 
-    With `epochs` a run goes on where the samples run out, as training does; else there are fewer steps.
+    With `epochs` a run goes on where the samples run out, as training does; else there are fewer steps. With
+    `megatron` the model is its, and a rank is one of its cells; the other arguments have been chosen.
 
     Raises:
         InputError: an option or a length cannot be used; it is named.
     """
-    shape, device = model_shape(model), hardware_at(hardware_name)
+    shape, device = megatron.shape if megatron else model_shape(model), hardware_at(hardware_name)
+    if megatron:
+        device = device.cell(megatron.tensor, megatron.pipeline)
     _refuse_below_one(ranks=ranks, global_batch=global_batch, steps=steps)
     per_rank, derived = holding.tokens_per_rank(shape, device, ranks)
     setting = Setting(Cluster(ranks, per_rank, ranks_per_node), cost_model(shape, device), _mode(mode))
@@ -121,6 +126,7 @@ def read_request(
         "mode": mode,
         "whole_below_tokens": setting.whole_below_tokens,
         "notices": [
+            *(megatron.notices if megatron else ()),
             *derived,
             *_notices(given, setting.cluster),
             *_extrapolated(hardware_name, shape, given, setting.cluster),

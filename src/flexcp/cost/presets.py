@@ -44,6 +44,34 @@ class Hardware:
     origin: str
     token_scale: float = 1.0
 
+    def cell(self, tensor: int, pipeline: int) -> Hardware:
+        """A TP x PP cell as one rank: what its devices compute, hold and send together.
+
+        1F1B: the first stage has as many micro-batches under way as there are stages, of its own layers, so a
+        token takes the room of all layers on the devices of one stage. Not in it: messages of tensor
+        parallelism, and the fill of the pipeline.
+
+        >>> cell = hardware("h100").cell(tensor=2, pipeline=4)
+        >>> cell.memory_bytes // hardware("h100").memory_bytes, cell.token_scale
+        (8, 4.0)
+        """
+        devices = tensor * pipeline
+        return replace(
+            self,
+            name=self.name if devices == 1 else f"{self.name}, TP {tensor} x PP {pipeline}",
+            flops_per_s=self.flops_per_s * devices,
+            memory_bytes=self.memory_bytes * devices,
+            intra_bytes_per_s=self.intra_bytes_per_s * devices,
+            inter_bytes_per_s=self.inter_bytes_per_s * devices,
+            intra_latency_s=self.intra_latency_s / pipeline,
+            inter_latency_s=self.inter_latency_s / pipeline,
+            # Each stage launches its own layers, each of its devices all of them.
+            pack_overhead_s=self.pack_overhead_s / pipeline,
+            ring_step_overhead_s=self.ring_step_overhead_s / pipeline,
+            sample_overhead_s=self.sample_overhead_s / pipeline,
+            token_scale=self.token_scale * pipeline,
+        )
+
 
 _DISTCA = (
     "Attention: H100 forward times by length of hao-ai-lab/DistCA (Apache-2.0), 64 heads x 128: 341 "

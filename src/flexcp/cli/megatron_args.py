@@ -1,0 +1,328 @@
+"""A Megatron-LM launch script as a planning request: its numbers, and what FlexCP would change in it.
+
+Reads flags, not shell: comments go, lines are joined, plain assignments are put in. What stays a variable,
+and what FlexCP has no use for, is named and left alone.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexcp.cli.comparison import Setting
+from flexcp.core.errors import ConfigError
+from flexcp.core.model_shape import ModelShape
+
+Flags = Mapping[str, str]
+
+RANKS_PER_NODE, GLOBAL_BATCH = 8, 512  # of `plan` where nobody says otherwise
+
+_ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s();]+)\s*$", re.MULTILINE)
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
+_COMMENT = re.compile(r"(^|\s)#.*$", re.MULTILINE)
+_DEEP = 5  # variables inside variables
+
+_TP, _PP, _EP = (f"{kind}-model-parallel-size" for kind in ("tensor", "pipeline", "expert"))
+_CP = "context-parallel-size"
+# Megatron's default, without --ffn-hidden-size: 4 widths, of which a gated one takes two thirds.
+_FFN = 4
+_VOCAB_MULTIPLE = 128
+# Read for a number, and left as they are.
+_MODEL = {"num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "kv-channels", "swiglu"}
+_HEADS = {"group-query-attention", "num-query-groups", "num-experts", "untie-embeddings-and-output-weights"}
+_VOCAB = {"vocab-size", "padded-vocab-size", "make-vocab-size-divisible-by"}
+_BATCH = {"global-batch-size", "micro-batch-size", "seq-length", "variable-seq-lengths"}
+_LAUNCH = {"nnodes", "nproc-per-node", "nproc_per_node"}
+_LOSS = {"calculate-per-token-loss", "attention-dropout"}
+_READ = {_TP, _PP, _CP, _EP} | _MODEL | _HEADS | _VOCAB | _BATCH | _LAUNCH | _LOSS
+# What `flexcp.megatron` refuses before step 0, and what to do about it.
+_REFUSED = {
+    "hybrid-context-parallel": "FlexCP plans in its place",
+    "dynamic-context-parallel": "FlexCP plans in its place",
+    "multi-latent-attention": "not supported",
+    "fp8-format": "not supported",
+    "fp4-format": "not supported",
+    "enable-cuda-graph": "lengths change with every micro-batch",
+    "cuda-graph-impl": "lengths change with every micro-batch",
+    "use-megatron-fsdp": "use the distributed optimizer",
+    "num-layers-per-virtual-pipeline-stage": "interleaved pipelines are not supported",
+    "num-virtual-stages-per-pipeline-rank": "interleaved pipelines are not supported",
+    "mtp-num-layers": "not supported",
+    "moe-z-loss-coeff": "not supported",
+    "moe-expert-capacity-factor": "not supported",
+    "moe-aux-loss-coeff": "give it to flexcp.megatron.enable(model, moe_aux_loss_coeff=…)",
+    "window-size": "not supported",
+    "qk-clip": "not supported",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronRun:
+    """What a launch script says.
+
+    Attributes:
+        source: what to call it.
+        shape: the model.
+        tensor, pipeline, context: sizes of the grid today.
+        ranks: N, cells of tensor x pipeline processes; None if the script does not say on how many devices.
+        devices_per_node: that a node has; None likewise.
+        global_batch: samples a step; None likewise.
+        tokens_per_device: of a micro-batch, that one context-parallel rank holds today; None likewise.
+        changes: what would have to change, a sentence each.
+        notices: what was assumed, and flags that were not read.
+    """
+
+    source: str
+    shape: ModelShape
+    tensor: int
+    pipeline: int
+    context: int
+    ranks: int | None
+    devices_per_node: int | None
+    global_batch: int | None
+    tokens_per_device: int | None
+    changes: tuple[str, ...]
+    notices: tuple[str, ...]
+
+    @property
+    def devices(self) -> int:
+        """Of one cell."""
+        return self.tensor * self.pipeline
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """Cells that share a node's links: those whose tensor-parallel processes are all in it."""
+        if self.devices_per_node is None:
+            return None
+        return max(1, self.devices_per_node // self.tensor)
+
+
+def read_megatron_args(text: str) -> MegatronRun:
+    """Read flags, or with a leading `@` a file of them: a launch script, or what it passes on.
+
+    Raises:
+        ConfigError: there is no such file, a number is missing, or is not one.
+    """
+    source, content = "--from-megatron-args", text
+    if text.startswith("@"):
+        source = text[1:]
+        try:
+            content = Path(source).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{source} cannot be read ({getattr(error, 'strerror', None) or 'not a text'})",
+                'Give the flags themselves, or @ and the path of a launch script: "@pretrain.sh".',
+            ) from None
+    flags, unknown = _flags(content, source)
+    return _run(source, flags, unknown)
+
+
+def _flags(content: str, source: str) -> tuple[dict[str, str], list[str]]:
+    """Flags with their values, the last one wins; and names of those whose value is still a variable."""
+    content = _COMMENT.sub(r"\1", content.replace("\\\n", " "))
+    variables = {name: value.strip("\"'") for name, value in _ASSIGNMENT.findall(content)}
+    for _ in range(_DEEP):
+        content = _VARIABLE.sub(lambda found: _value_of(found, variables), content)
+    try:
+        tokens = shlex.split(content.replace("(", " ").replace(")", " "))
+    except ValueError as error:
+        raise ConfigError(
+            f"{source} is not a list of flags ({error})", "Give the flags as the shell would pass them on."
+        ) from None
+    flags: dict[str, str] = {}
+    unresolved: list[str] = []
+    name = ""
+    for token in tokens:
+        if token.startswith("--"):
+            name, _, value = token[2:].partition("=")
+            flags[name] = value
+        elif name:
+            flags[name] = f"{flags[name]} {token}".strip()
+    for name, value in list(flags.items()):
+        first = value.split(" ")[0]
+        if "$" in first and name in _READ:
+            unresolved.append(f"--{name} {first}")
+            del flags[name]
+        else:
+            flags[name] = first
+    if not flags:
+        raise ConfigError(f"{source} has no flag", 'Such as "--num-layers 32 --hidden-size 4096".')
+    return flags, unresolved
+
+
+def _value_of(found: re.Match[str], variables: Mapping[str, str]) -> str:
+    name = found[1] or found[3]
+    return variables.get(name, found[0] if found[2] is None else found[2])
+
+
+def _run(source: str, flags: Flags, unresolved: Sequence[str]) -> MegatronRun:
+    notices = [f"variables that {source} does not set: {', '.join(unresolved)}."] if unresolved else []
+    shape = _shape(source, flags, notices)
+    tensor, pipeline, context = (_count(flags, name, 1) for name in (_TP, _PP, _CP))
+    per_node = _optional(flags, "nproc-per-node") or _optional(flags, "nproc_per_node")
+    ranks = None
+    if per_node is not None:
+        processes = per_node * _count(flags, "nnodes", 1)
+        if processes % (tensor * pipeline * context):
+            raise ConfigError(
+                f"{processes} processes are no multiple of TP {tensor} x PP {pipeline} x CP {context}",
+                "Check --nproc-per-node and --nnodes, or leave them out and give --ranks.",
+            )
+        ranks = processes // (tensor * pipeline)
+    sequence = _optional(flags, "seq-length")
+    rows = None if sequence is None else -(-sequence * _count(flags, "micro-batch-size", 1) // context)
+    unread = sorted(f"--{name}" for name in flags if name not in _READ and name not in _REFUSED)
+    if unread:
+        notices.append(f"not read, and left as they are: {' '.join(unread)}.")
+    return MegatronRun(
+        source,
+        shape,
+        tensor,
+        pipeline,
+        context,
+        ranks,
+        per_node,
+        _optional(flags, "global-batch-size"),
+        rows,
+        tuple(_changes(flags, pipeline, context)),
+        tuple(notices),
+    )
+
+
+def _shape(source: str, flags: Flags, notices: list[str]) -> ModelShape:
+    needed = ("num-layers", "hidden-size", "num-attention-heads")
+    missing = [name for name in needed if name not in flags]
+    if missing:
+        raise ConfigError(
+            f"{source} lacks {', '.join(f'--{name}' for name in missing)}",
+            "Give the flags that describe the model, as pretrain_gpt.py takes them.",
+        )
+    layers, hidden, heads = (_count(flags, name, 0) for name in needed)
+    gated = "swiglu" in flags
+    groups = _count(flags, "num-query-groups", 1) if "group-query-attention" in flags else heads
+    wide = int(_FFN * hidden * 2 / 3) // 64 * 64 if gated else _FFN * hidden
+    intermediate = _count(flags, "ffn-hidden-size", wide)
+    if not gated:
+        intermediate = max(1, intermediate * 2 // 3)  # two matrices; shapes count three
+    vocab = _optional(flags, "padded-vocab-size") or _optional(flags, "vocab-size")
+    if vocab is None:
+        vocab = 128 * 1024
+        notices.append(f"no --vocab-size: {vocab:,} assumed; it matters to memory alone.")
+    multiple = _count(flags, "make-vocab-size-divisible-by", _VOCAB_MULTIPLE) * _count(flags, _TP, 1)
+    if "num-experts" in flags:
+        notices.append("the model has experts: compute is counted as one expert a token.")
+    return ModelShape(
+        Path(source).stem if source != "--from-megatron-args" else "megatron-gpt",
+        layers,
+        hidden,
+        heads,
+        groups,
+        _count(flags, "kv-channels", max(1, hidden // heads)),
+        intermediate,
+        -(-vocab // multiple) * multiple,
+        tied="untie-embeddings-and-output-weights" not in flags,
+    )
+
+
+def _changes(flags: Flags, pipeline: int, context: int) -> list[str]:
+    """What to do to the script."""
+    changes = []
+    if context > 1:
+        changes.append(f"remove --{_CP} {context}: groups of any degree are made of the data-parallel ranks")
+    for name, why in _REFUSED.items():
+        if name in flags and flags[name] not in ("0", "0.0", "none"):
+            changes.append(f"remove --{name} {flags[name]}".rstrip() + f": {why}")
+    if flags.get("attention-dropout") not in ("0", "0.0"):
+        changes.append("add --attention-dropout 0 (Megatron's default is 0.1)")
+    if "calculate-per-token-loss" not in flags:
+        changes.append("add --calculate-per-token-loss: micro-batches are of unequal size")
+    if pipeline > 1 and "variable-seq-lengths" not in flags:
+        changes.append("set variable_seq_lengths=True and moe_token_dispatcher_type='alltoall' in the config")
+    if "seq-length" in flags:
+        changes.append(f"--seq-length {flags['seq-length']} cuts and pads no more: samples stay whole")
+    changes.append("model provider, forward step and loop: the lines in docs/megatron.md")
+    return changes
+
+
+def _optional(flags: Flags, name: str) -> int | None:
+    return _count(flags, name, 0) if name in flags else None
+
+
+def _count(flags: Flags, name: str, default: int) -> int:
+    if name not in flags:
+        return default
+    value = flags[name]
+    if not value.isascii() or not value.isdigit() or int(value) < 1:
+        raise ConfigError(f"--{name} is {value!r}", "It is a whole number of at least 1.")
+    return int(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The options of `plan` where a launch script may have spoken for the user."""
+
+    model: str
+    ranks: int
+    ranks_per_node: int
+    global_batch: int
+    mode: str
+    current_cp: int | None
+
+
+def asked_of(
+    run: MegatronRun | None,
+    model: str | None,
+    ranks: int | None,
+    ranks_per_node: int | None,
+    global_batch: int | None,
+    mode: str,
+    current_cp: int | None,
+) -> Asked:
+    """What was asked for: options first, then the script, then defaults. Pipelines run in lockstep.
+
+    Raises:
+        ConfigError: model or ranks are missing, or the model was given twice.
+    """
+    if run is None:
+        missing = [f"--{name}" for name, value in (("model", model), ("ranks", ranks)) if value is None]
+        if missing:
+            raise ConfigError(
+                f"{' and '.join(missing)} missing",
+                "Such as --model qwen3-8b --ranks 64; or --from-megatron-args with a launch script.",
+            )
+    elif model is not None:
+        raise ConfigError("--model and --from-megatron-args both describe the model", "Leave one out.")
+    ranks = ranks if ranks is not None or run is None else run.ranks
+    if ranks is None:
+        raise ConfigError(
+            "the script does not say on how many devices it runs",
+            "Add --ranks, the number of TP x PP cells, or --nproc-per-node and --nnodes to the flags.",
+        )
+    if run is not None and run.context > 1 and current_cp is None and ranks % run.context == 0:
+        current_cp = run.context
+    return Asked(
+        model or (run.shape.name if run is not None else ""),
+        ranks,
+        _first(ranks_per_node, run.ranks_per_node if run else None, RANKS_PER_NODE),
+        _first(global_batch, run.global_batch if run else None, GLOBAL_BATCH),
+        "lockstep" if run is not None and run.pipeline > 1 else mode,
+        current_cp,
+    )
+
+
+def _first(*values: int | None) -> int:
+    return next(value for value in values if value is not None)
+
+
+def changes_of(run: MegatronRun, setting: Setting) -> tuple[str, ...]:
+    """What FlexCP would change, first what a rank is."""
+    cluster = setting.cluster
+    cell = f"TP {run.tensor} × PP {run.pipeline}"
+    groups = f"N = {cluster.ranks} ranks, each a {cell} cell; groups of 1 to {cluster.ranks} of them"
+    today = f", was CP {run.context} for every sample" if run.context > 1 else ""
+    rows = f" (today {run.tokens_per_device:,})" if run.tokens_per_device is not None else ""
+    holds = f"up to {cluster.tokens_per_rank:,} tokens a rank{rows}"
+    return (f"{groups}{today}; {holds}", *run.changes)
