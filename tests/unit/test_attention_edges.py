@@ -40,7 +40,7 @@ class StrictKernel:
     """The CPU kernel, behind a guard against what would end the process: an empty tensor."""
 
     def __init__(self) -> None:
-        self._kernel = kernel_for(CPU, torch.float64)
+        self._kernel = kernel_for(CPU, torch.float64, 8)
         self.calls = 0
 
     def _guard(self, *tensors: Tensor, causal: bool) -> None:

@@ -91,13 +91,13 @@ def test_gradients_of_tiles_add_up_under_the_global_lse() -> None:
 
 
 def test_the_table_knows_cpu_and_says_when_it_does_not_know(caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(kernel_for(torch.device("cpu"), torch.bfloat16), CpuKernel)
+    assert isinstance(kernel_for(torch.device("cpu"), torch.bfloat16, 7), CpuKernel)
     kernel_for.cache_clear()
     with caplog.at_level(logging.WARNING):
-        assert isinstance(kernel_for(torch.device("meta"), torch.float32), DenseKernel)
-    assert "no attention kernel for device 'meta'" in caplog.text
+        assert isinstance(kernel_for(torch.device("meta"), torch.float32, 64), DenseKernel)
+    assert "no attention kernel for torch.float32 x 64 on device 'meta'" in caplog.text
     with pytest.raises(UnsupportedError, match=r"torch\.int64 is not implemented\nUse one of torch\.float64"):
-        kernel_for(torch.device("cpu"), torch.int64)
+        kernel_for(torch.device("cpu"), torch.int64, 64)
 
 
 def fresh(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

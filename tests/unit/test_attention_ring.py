@@ -68,7 +68,7 @@ def test_log_sum_exp_and_scale(degree: int, pack: str) -> None:
     layout = make_layout(PACKS[pack], degree, 20)
     q, k, v, _ = random_qkv(rows(layout), 6, 2)
     shards = [scatter(x, layout) for x in (q, k, v)]
-    kernel = kernel_for(q.device, q.dtype)
+    kernel = kernel_for(q.device, q.dtype, q.shape[-1])
 
     def work(exchange: ThreadExchange) -> tuple[Tensor, Tensor]:
         inputs = [parts[exchange.member] for parts in shards]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
-from flexcp.attention.kernels import Kernel
+from flexcp.attention.calls import Call, Rows, add_, one_by_one, take, together
+from flexcp.attention.kernels import Kernel, PackedKernel
 from flexcp.attention.masks import Tile
 from flexcp.attention.merge import accumulator_dtype, merge_
 
@@ -16,14 +18,61 @@ Block = tuple[Sequence[Tile], Tensor, Tensor]
 
 def forward_over(q: Tensor, blocks: Iterable[Block], kernel: Kernel, scale: float) -> tuple[Tensor, Tensor]:
     """Output [T, Hq, D] in q's dtype and its log-sum-exp [T, Hq] in the accumulator dtype."""
-    dtype = accumulator_dtype(q.dtype)
-    out = q.new_zeros(q.shape, dtype=dtype)
-    lse = q.new_full(q.shape[:2], float("-inf"), dtype=dtype)
+    sums = _Outputs(q)
     for tiles, block_k, block_v in blocks:
-        for q0, q1, k0, k1, causal in tiles:
-            tile = kernel.forward(q[q0:q1], block_k[k0:k1], block_v[k0:k1], causal, scale)
-            merge_(out[q0:q1], lse[q0:q1], *tile)
-    return out.to(q.dtype), lse
+        for call in _calls(kernel, tiles, q.device):
+            inputs = take(q, call.q), take(block_k, call.k), take(block_v, call.k)
+            if isinstance(kernel, PackedKernel) and call.bounds is not None:
+                part = kernel.forward_packed(*inputs, call.bounds, call.causal, scale)
+            else:
+                part = kernel.forward(*inputs, call.causal, scale)
+            sums.add(call, *part)
+    return sums.total()
+
+
+def _calls(kernel: Kernel, tiles: Sequence[Tile], device: torch.device) -> Sequence[Call]:
+    return together(tuple(tiles), device) if isinstance(kernel, PackedKernel) else one_by_one(tiles)
+
+
+def _is_all(rows: Rows, x: Tensor) -> bool:
+    return isinstance(rows, slice) and (rows.start, rows.stop) == (0, len(x))
+
+
+class _Outputs:
+    """Outputs and log-sum-exps of the calls so far. The first that has all rows is taken as it is."""
+
+    def __init__(self, q: Tensor) -> None:
+        self._q = q
+        self._dtype = accumulator_dtype(q.dtype)
+        self._sums: tuple[Tensor, Tensor] | None = None
+
+    def add(self, call: Call, out: Tensor, lse: Tensor) -> None:
+        if self._sums is None:
+            if _is_all(call.q, self._q):
+                self._sums = out, lse.to(self._dtype)
+                return
+            self._sums = self._untouched()
+        total, total_lse = self._sums
+        if total.dtype != self._dtype:
+            total = total.to(self._dtype)
+            self._sums = total, total_lse
+        if isinstance(call.q, slice):
+            merge_(total[call.q], total_lse[call.q], out, lse)
+            return
+        part, part_lse = total.index_select(0, call.q), total_lse.index_select(0, call.q)
+        merge_(part, part_lse, out, lse)
+        total.index_copy_(0, call.q, part)
+        total_lse.index_copy_(0, call.q, part_lse)
+
+    def total(self) -> tuple[Tensor, Tensor]:
+        out, lse = self._sums or self._untouched()
+        return out.to(self._q.dtype), lse
+
+    def _untouched(self) -> tuple[Tensor, Tensor]:
+        rows, heads = self._q.shape[:2]
+        out = self._q.new_zeros(self._q.shape, dtype=self._dtype)
+        lse = self._q.new_full((heads, rows), float("-inf"), dtype=self._dtype)
+        return out, lse.transpose(0, 1)  # as kernels want it: the rows of a head side by side
 
 
 class Backward:
@@ -36,31 +85,38 @@ class Backward:
         lse: log-sum-exp over all keys [T, Hq].
         kernel: what computes a tile.
         scale: factor on the scores.
-
-    Attributes:
-        dq: sum so far [T, Hq, D], in the accumulator dtype.
     """
 
     def __init__(self, do: Tensor, q: Tensor, out: Tensor, lse: Tensor, kernel: Kernel, scale: float) -> None:
         self._do, self._q, self._out, self._lse = do, q, out, lse
         self._kernel, self._scale = kernel, scale
-        self.dq = q.new_zeros(q.shape, dtype=accumulator_dtype(q.dtype))
+        self._dq: Tensor | None = None
+
+    @property
+    def dq(self) -> Tensor:
+        """Sum so far [T, Hq, D]."""
+        return self._sum() if self._dq is None else self._dq
 
     def add(self, block: Block, dkv: Tensor) -> None:
         """Add to `dq`, and to dK and dV of the block, `dkv` [R, 2, Hk, D]."""
         tiles, block_k, block_v = block
-        for q0, q1, k0, k1, causal in tiles:
-            rows, keys = slice(q0, q1), slice(k0, k1)
-            tile_dq, tile_dk, tile_dv = self._kernel.backward(
-                self._do[rows],
-                self._q[rows],
-                block_k[keys],
-                block_v[keys],
-                self._out[rows],
-                self._lse[rows],
-                causal,
-                self._scale,
-            )
-            self.dq[rows] += tile_dq
-            dkv[keys, 0] += tile_dk
-            dkv[keys, 1] += tile_dv
+        for call in _calls(self._kernel, tiles, self._q.device):
+            dq, dk, dv = self._run(call, block_k, block_v)
+            if self._dq is None and _is_all(call.q, self._q):
+                self._dq = dq
+            else:
+                self._dq = self._sum()
+                add_(self._dq, call.q, dq)
+            add_(dkv[:, 0], call.k, dk)
+            add_(dkv[:, 1], call.k, dv)
+
+    def _sum(self) -> Tensor:
+        dtype = accumulator_dtype(self._q.dtype)
+        return self._q.new_zeros(self._q.shape, dtype=dtype) if self._dq is None else self._dq.to(dtype)
+
+    def _run(self, call: Call, block_k: Tensor, block_v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        do, q, out, lse = (take(x, call.q) for x in (self._do, self._q, self._out, self._lse))
+        tensors = do, q, take(block_k, call.k), take(block_v, call.k), out, lse
+        if isinstance(self._kernel, PackedKernel) and call.bounds is not None:
+            return self._kernel.backward_packed(*tensors, call.bounds, call.causal, self._scale)
+        return self._kernel.backward(*tensors, call.causal, self._scale)

@@ -74,11 +74,11 @@ def _blocks(k: Tensor, v: Tensor, layout: Layout, exchange: Exchange) -> Iterato
     )
     yield own, k, v
     swap.wait()
-    rows = rows_by_sample(layout, others)
+    rows = rows_by_sample(layout, others, k.device)
     shape = (sum(map(len, rows.values())), *mine.payload.shape[1:])
     block = exchange.buffers.take("kv 1", shape, k.dtype, k.device).payload
     for other in others:
-        block.index_copy_(0, rows[other].to(k.device), incoming[other].payload)
+        block.index_copy_(0, rows[other], incoming[other].payload)
     keys, values = block.unbind(1)
     yield make_tiles_of_many(layout, member, others), keys, values
 
@@ -98,10 +98,10 @@ def _messages(
 def _bring_home(dkv: Tensor, home: Tensor, layout: Layout, exchange: Exchange) -> None:
     """Send dK and dV of the others [R, 2, Hk, D] to their owners; add theirs to `home`, in their order."""
     others = _others(layout, exchange.member)
-    rows = rows_by_sample(layout, others)
+    rows = rows_by_sample(layout, others, dkv.device)
     outgoing = _messages("dkv to", others, layout, exchange, dkv)
     for other in others:
-        torch.index_select(dkv, 0, rows[other].to(dkv.device), out=outgoing[other].payload)
+        torch.index_select(dkv, 0, rows[other], out=outgoing[other].payload)
     cut = layout.cut_rows(exchange.member)
     shape = (cut, *dkv.shape[1:])
     incoming = {

@@ -87,7 +87,7 @@ def group_attention(
         UnsupportedError: the group exchanges heads that cannot be dealt out to it.
     """
     _check(q, k, v, layout, exchange)
-    kernel = kernel or kernel_for(q.device, q.dtype)
+    kernel = kernel or kernel_for(q.device, q.dtype, q.shape[-1])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out: Tensor = _GroupAttention.apply(q, k, v, layout, exchange, kernel, scale)  # type: ignore[no-untyped-call]
     return out

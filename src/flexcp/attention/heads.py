@@ -111,11 +111,11 @@ def _sizes(share: _Share) -> list[int]:
     return [share.q.stop - share.q.start, kv, kv]
 
 
-def _whole_tiles(layout: Layout, member: int) -> list[Tile]:
+def _whole_tiles(layout: Layout, member: int) -> tuple[Tile, ...]:
     """Tiles of the whole samples of a member, numbered without its cut rows."""
     cut = layout.cut_rows(member)
     tiles = [tile for tile in make_tiles(layout, member, member) if tile.q0 >= cut]
-    return [Tile(t.q0 - cut, t.q1 - cut, t.k0 - cut, t.k1 - cut, t.causal) for t in tiles]
+    return tuple(Tile(t.q0 - cut, t.q1 - cut, t.k0 - cut, t.k1 - cut, t.causal) for t in tiles)
 
 
 def _to_heads(
@@ -145,11 +145,11 @@ def _to_heads(
 
     def arrived() -> Tensor:
         swap.wait()
-        rows = rows_by_sample(layout, tuple(range(layout.degree)))
+        rows = rows_by_sample(layout, tuple(range(layout.degree)), like.device)
         whole = like.new_empty(sum(cuts), *mine.shape[1:])
         for m in range(layout.degree):
             if cuts[m]:
-                whole.index_copy_(0, rows[m].to(like.device), mine if m == member else incoming[m].payload)
+                whole.index_copy_(0, rows[m], mine if m == member else incoming[m].payload)
         return whole
 
     return arrived
@@ -159,7 +159,7 @@ def _to_rows(x: Tensor, place: Callable[[int, Tensor], None], layout: Layout, ex
     """Give every member its rows of `x` [C, heads, D], and place what comes from each, in their order."""
     member = exchange.member
     cuts = [layout.cut_rows(m) for m in range(layout.degree)]
-    rows = rows_by_sample(layout, tuple(range(layout.degree)))
+    rows = rows_by_sample(layout, tuple(range(layout.degree)), x.device)
     outgoing: dict[int, Message] = {}
     incoming: dict[int, Message] = {}
     for other in range(layout.degree):
@@ -168,14 +168,14 @@ def _to_rows(x: Tensor, place: Callable[[int, Tensor], None], layout: Layout, ex
         if cuts[other]:
             shape = torch.Size((cuts[other], *x.shape[1:]))
             outgoing[other] = _take("rows to", other, shape, x, exchange)
-            torch.index_select(x, 0, rows[other].to(x.device), out=outgoing[other].payload)
+            torch.index_select(x, 0, rows[other], out=outgoing[other].payload)
         if cuts[member]:
             shape = torch.Size((cuts[member], *x.shape[1:]))
             incoming[other] = _take("rows of", other, shape, x, exchange)
     Swap(exchange, outgoing, incoming, _largest_bytes(cuts, x), BACK).wait()
     for m in range(layout.degree):
         if cuts[member]:
-            place(m, x[rows[m].to(x.device)] if m == member else incoming[m].payload)
+            place(m, x[rows[m]] if m == member else incoming[m].payload)
 
 
 def _largest_bytes(cuts: list[int], like: Tensor) -> int:

@@ -23,8 +23,8 @@ def merge_(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None
         tile_out: output of the tile [R, Hq, D], any float dtype.
         tile_lse: log-sum-exp of the tile [R, Hq].
     """
-    joint = torch.logaddexp(lse, tile_lse)
-    anchor = joint.clamp_min(torch.finfo(joint.dtype).min)  # -inf - -inf would be NaN
-    out.mul_(torch.exp(lse - anchor).unsqueeze(-1))
-    out.add_(tile_out * torch.exp(tile_lse - anchor).unsqueeze(-1))
-    lse.copy_(joint)
+    least = torch.finfo(lse.dtype).min  # -inf - -inf would be NaN
+    share = torch.sigmoid(tile_lse.clamp_min(least) - lse.clamp_min(least))
+    # One pass over `out`, which is most of the bytes.
+    out.lerp_(tile_out.to(out.dtype), share.unsqueeze(-1).to(out.dtype))
+    torch.logaddexp(lse, tile_lse, out=lse)

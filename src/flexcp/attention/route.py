@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flexcp.attention.masks import Tile, cut_by_sample, make_tiles
+from flexcp.attention.upload import upload
 from flexcp.core.layout import Layout
 
 
@@ -64,13 +65,15 @@ def make_route(layout: Layout, member: int) -> Route:
 
 
 @lru_cache(maxsize=256)
-def rows_by_sample(layout: Layout, members: tuple[int, ...]) -> dict[int, Tensor]:
+def rows_by_sample(layout: Layout, members: tuple[int, ...], device: torch.device) -> dict[int, Tensor]:
     """Where the cut rows of each member lie when those of all of them lie sample by sample; int64 [rows].
+
+    Cached on the device: every layer asks in both passes.
 
     >>> from flexcp.core.layout import make_layout
     >>> from flexcp.core.sample import Sample
     >>> layout = make_layout((Sample(0, 8),), degree=2, whole_below_tokens=0)  # member 0: 0, 1, 6, 7
-    >>> rows_by_sample(layout, (0, 1))[0].tolist()
+    >>> rows_by_sample(layout, (0, 1), torch.device("cpu"))[0].tolist()
     [0, 1, 6, 7]
     """
     ranges: dict[int, list[Tensor]] = {member: [torch.arange(0)] for member in members}
@@ -78,7 +81,7 @@ def rows_by_sample(layout: Layout, members: tuple[int, ...]) -> dict[int, Tensor
     for piece, member in cut_by_sample(layout, members):
         ranges[member].append(torch.arange(row, row + piece.rows))
         row += piece.rows
-    return {member: torch.cat(parts) for member, parts in ranges.items()}
+    return {member: upload(torch.cat(parts), device) for member, parts in ranges.items()}
 
 
 class Traffic(NamedTuple):

@@ -1,4 +1,4 @@
-"""Attention on one tile, and the one table that says which kernel serves which device.
+"""Attention on tiles, and the one table that says which kernel serves which device, dtype and head width.
 
 No messages and no masks here: a tile is a full rectangle or a causal square.
 """
@@ -12,18 +12,35 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flexcp.attention.kernels import cpu
+from flexcp.attention.kernels import ascend, cpu, efficient, flash
+from flexcp.attention.kernels.ascend import AscendKernel
 from flexcp.attention.kernels.cpu import CpuKernel
 from flexcp.attention.kernels.dense import DenseKernel
+from flexcp.attention.kernels.efficient import EfficientKernel
+from flexcp.attention.kernels.flash import FlashKernel
+from flexcp.attention.kernels.packed import PackedKernel
 from flexcp.core.errors import UnsupportedError
 
-__all__ = ["CpuKernel", "DenseKernel", "Kernel", "kernel_for"]
+__all__ = [
+    "AscendKernel",
+    "CpuKernel",
+    "DenseKernel",
+    "EfficientKernel",
+    "FlashKernel",
+    "Kernel",
+    "PackedKernel",
+    "kernel_for",
+]
 
 _LOG = logging.getLogger(__name__)
 
 
 class Kernel(Protocol):
     """Attention of one tile; Hq is a multiple of Hk. Never called with an empty tensor."""
+
+    def serves(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+        """Whether it can run there, in this dtype, with heads of this width."""
+        ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """Attend within the tile.
@@ -63,14 +80,20 @@ class Kernel(Protocol):
         ...
 
 
-# Tested once, at import, so that a torch without these operators falls back instead of failing in a step.
-_KERNELS: dict[str, Kernel] = {"cpu": CpuKernel()} if cpu.is_available() else {}
+# Fastest first. Tested once, at import, so that a torch without these operators, or with others of the same
+# name, falls back instead of failing in a step.
+_TABLE: tuple[tuple[str, Kernel, str], ...] = (
+    ("cpu", CpuKernel(), cpu.why_not()),
+    ("cuda", FlashKernel(), flash.why_not()),
+    ("cuda", EfficientKernel(), efficient.why_not()),
+    ("npu", AscendKernel(), ascend.why_not()),
+)
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @lru_cache(maxsize=64)
-def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:
-    """The fastest kernel known for a device; without one, the dense kernel and a logged warning.
+def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+    """The fastest kernel that serves; without one, the dense kernel and a logged warning that says why.
 
     Raises:
         UnsupportedError: attention has no meaning in this dtype.
@@ -78,12 +101,15 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:
     if dtype not in _DTYPES:
         names = ", ".join(str(known) for known in _DTYPES)
         raise UnsupportedError(f"attention in {dtype} is not implemented", f"Use one of {names}.")
-    kernel = _KERNELS.get(device.type)
-    if kernel is None:
-        _LOG.warning(
-            "no attention kernel for device %r: using dense matrix products, "
-            "which take memory for rows x rows scores",
-            device.type,
-        )
-        return DenseKernel()
-    return kernel
+    reasons = [f"no attention kernel for {dtype} x {head_dim} on device {device.type!r}"]
+    for device_type, kernel, why_not in _TABLE:
+        if device_type != device.type:
+            continue
+        if why_not:
+            reasons.append(f"{type(kernel).__name__}: {why_not}")
+        elif kernel.serves(device, dtype, head_dim):
+            return kernel
+    _LOG.warning(
+        "%s: using dense matrix products, which take memory for rows x rows scores", "; ".join(reasons)
+    )
+    return DenseKernel()

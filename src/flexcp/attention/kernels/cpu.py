@@ -1,21 +1,32 @@
-"""Blocked attention on CPU by torch's own kernel; the only file that names private operators of torch."""
+"""Blocked attention on CPU by torch's own kernel, a tile a call."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from flexcp.attention.kernels.schema import mismatch
+
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD = f"{_FORWARD}_backward"
 
 
-def is_available() -> bool:
-    """Whether this torch has both operators."""
-    return hasattr(torch.ops.aten, _FORWARD) and hasattr(torch.ops.aten, _BACKWARD)
+def why_not() -> str:
+    """What is missing in this torch; empty where nothing is."""
+    inputs = ["query Tensor", "key Tensor", "value Tensor"]
+    options = ["dropout_p float", "is_causal bool"]
+    backward = ["grad_out Tensor", *inputs, "out Tensor", "logsumexp Tensor", *options]
+    return mismatch(_FORWARD, [*inputs, *options], ["scale"], ["Tensor"] * 2) or mismatch(
+        _BACKWARD, backward, ["scale"], ["Tensor"] * 3
+    )
 
 
 class CpuKernel:
     """Never forms the score matrix; skips the masked half of a causal square; any head width."""
+
+    def serves(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+        """See `Kernel.serves`."""
+        return device.type == "cpu"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""

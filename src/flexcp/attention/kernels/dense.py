@@ -14,6 +14,10 @@ from flexcp.attention.merge import accumulator_dtype
 class DenseKernel:
     """Forms the whole score matrix, in fp64 for fp64 and in fp32 for everything narrower."""
 
+    def serves(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+        """See `Kernel.serves`."""
+        return True
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
         scores = _scores(q, k, causal, scale)
