@@ -24,14 +24,19 @@ DEADLINE_S = 60.0
 T = TypeVar("T")
 
 
-def dense_mask(samples: Sequence[Sample]) -> Tensor:
-    """Who attends to whom in a whole pack, [T, T] of bool, from the definition of a Sample alone."""
+def dense_mask(samples: Sequence[Sample], window: int | None = None) -> Tensor:
+    """Who attends to whom in a whole pack, [T, T] of bool, from the definition of a Sample alone.
+
+    A window hides from a row what lies `window` rows and more before it, unless both are in one span.
+    """
     total = sum(sample.tokens for sample in samples)
     mask = torch.zeros(total, total, dtype=torch.bool)
     first = 0
     for sample in samples:
         block = mask[first : first + sample.tokens, first : first + sample.tokens]
         block |= torch.ones_like(block).tril()
+        if window is not None:
+            block &= torch.ones_like(block).triu(1 - window)
         for a, b in sample.spans:
             block[a:b, a:b] = True
         first += sample.tokens
@@ -39,15 +44,31 @@ def dense_mask(samples: Sequence[Sample]) -> Tensor:
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, samples: Sequence[Sample], scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    samples: Sequence[Sample],
+    scale: float | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output [T, Hq, D] and log-sum-exp [T, Hq] of a whole pack in fp64, differentiable."""
+    """Output [T, Hq, D] and log-sum-exp [T, Hq] of a whole pack in fp64, differentiable.
+
+    Sinks are written as one more column of the scores.
+    """
     q, k, v = q.double(), k.double(), v.double()
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = scores.masked_fill(~dense_mask(samples), float("-inf"))
-    out = torch.einsum("hqk,khd->qhd", torch.softmax(scores, dim=-1), v)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~dense_mask(samples, window), float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(q), 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : len(q)]
+    out = torch.einsum("hqk,khd->qhd", weights, v)
     return out, torch.logsumexp(scores, dim=-1).T
 
 

@@ -10,7 +10,8 @@ import torch
 from tests.reference import dense_mask, rows_of
 
 from flexcp.attention.masks import Tile, make_tiles
-from flexcp.core.layout import Layout, make_layout
+from flexcp.core.errors import InputError
+from flexcp.core.layout import Layout, make_layout, windowed
 from flexcp.core.sample import Sample
 
 
@@ -36,11 +37,11 @@ def coverage(layout: Layout) -> torch.Tensor:
     count = torch.zeros(total, total, dtype=torch.int32)
     for queries in range(layout.degree):
         for keys in range(layout.degree):
-            for q0, q1, k0, k1, causal in make_tiles(layout, queries, keys):
+            for q0, q1, k0, k1, causal, turned in make_tiles(layout, queries, keys):
                 tile = torch.ones(q1 - q0, k1 - k0, dtype=torch.int32)
                 if causal:
                     assert q1 - q0 == k1 - k0
-                    tile = tile.tril()
+                    tile = tile.triu() if turned else tile.tril()
                 assert tile.numel()
                 assert q1 <= len(rows[queries])
                 assert k1 <= (len(rows[keys]) if queries == keys else layout.cut_rows(keys))
@@ -55,6 +56,28 @@ def test_every_attended_pair_is_computed_exactly_once(seed: int) -> None:
     for _ in range(40):
         layout = random_layout(rng)
         assert torch.equal(coverage(layout), dense_mask(layout.samples).int()), layout
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_pair_within_a_window_is_computed_exactly_once(seed: int) -> None:
+    """D46: windows of one row up to longer than any sample, over the same packs and spans."""
+    rng = random.Random(1000 + seed)
+    for _ in range(40):
+        layout = random_layout(rng)
+        window = rng.choice([1, 2, 3, rng.randint(1, 20), rng.randint(1, 70)])
+        expected = dense_mask(layout.samples, window).int()
+        assert torch.equal(coverage(windowed(layout, window)), expected), (layout, window)
+
+
+def test_a_window_is_at_least_one_row_and_hides_what_it_should() -> None:
+    layout = make_layout((Sample(0, 64),), 2, 0)
+    assert windowed(layout, 8) is windowed(layout, 8)  # it is a key of caches
+    assert sum(map(int, coverage(windowed(layout, 8)).flatten())) == 36 + 56 * 8
+    assert make_tiles(windowed(layout, 64), 0, 1) == make_tiles(layout, 0, 1)
+    with pytest.raises(
+        InputError, match=r"the attention window is 0\nA row sees at least itself: 1 or more\."
+    ):
+        windowed(layout, 0)
 
 
 @pytest.mark.slow

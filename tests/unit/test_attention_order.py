@@ -82,6 +82,7 @@ class LoggedExchange:
 
 class LoggedKernel(WideKernel):
     def __init__(self, events: list[str]) -> None:
+        super().__init__()
         self._events = events
 
     def forward(self, *args: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,9 +15,17 @@ from flexcp.attention.merge import accumulator_dtype, merge_
 # What the queries attend to in a block, its keys and its values [R, Hk, D].
 Block = tuple[Sequence[Tile], Tensor, Tensor]
 
+# dq [T, Hq, D], dk and dv [T, Hk, D] in the dtype of the inputs, and of the sinks [Hq] if there are any.
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
-def forward_over(q: Tensor, blocks: Iterable[Block], kernel: Kernel, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [T, Hq, D] in q's dtype and its log-sum-exp [T, Hq] in the accumulator dtype."""
+
+def forward_over(
+    q: Tensor, blocks: Iterable[Block], kernel: Kernel, scale: float, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output [T, Hq, D] in q's dtype and its log-sum-exp [T, Hq] in the accumulator dtype.
+
+    A sink [Hq] is one more score of every row, of a key whose value is zero: it comes once, in the end.
+    """
     sums = _Outputs(q)
     for tiles, block_k, block_v in blocks:
         for call in _calls(kernel, tiles, q.device):
@@ -27,11 +35,13 @@ def forward_over(q: Tensor, blocks: Iterable[Block], kernel: Kernel, scale: floa
             else:
                 part = kernel.forward(*inputs, call.causal, scale)
             sums.add(call, *part)
+    if sinks is not None:
+        sums.add_sinks(sinks)
     return sums.total()
 
 
 def _calls(kernel: Kernel, tiles: Sequence[Tile], device: torch.device) -> Sequence[Call]:
-    return together(tuple(tiles), device) if isinstance(kernel, PackedKernel) else one_by_one(tiles)
+    return (together if isinstance(kernel, PackedKernel) else one_by_one)(tuple(tiles), device)
 
 
 def _is_all(rows: Rows, x: Tensor) -> bool:
@@ -47,15 +57,10 @@ class _Outputs:
         self._sums: tuple[Tensor, Tensor] | None = None
 
     def add(self, call: Call, out: Tensor, lse: Tensor) -> None:
-        if self._sums is None:
-            if _is_all(call.q, self._q):
-                self._sums = out, lse.to(self._dtype)
-                return
-            self._sums = self._untouched()
-        total, total_lse = self._sums
-        if total.dtype != self._dtype:
-            total = total.to(self._dtype)
-            self._sums = total, total_lse
+        if self._sums is None and _is_all(call.q, self._q):
+            self._sums = out, lse.to(self._dtype)
+            return
+        total, total_lse = self._widened()
         if isinstance(call.q, slice):
             merge_(total[call.q], total_lse[call.q], out, lse)
             return
@@ -63,6 +68,16 @@ class _Outputs:
         merge_(part, part_lse, out, lse)
         total.index_copy_(0, call.q, part)
         total_lse.index_copy_(0, call.q, part_lse)
+
+    def add_sinks(self, sinks: Tensor) -> None:
+        total, total_lse = self._widened()
+        merge_(total, total_lse, total.new_zeros(()), sinks.to(self._dtype).expand_as(total_lse))
+
+    def _widened(self) -> tuple[Tensor, Tensor]:
+        """The sums so far, to add to."""
+        total, total_lse = self._sums or self._untouched()
+        self._sums = total.to(self._dtype), total_lse
+        return self._sums
 
     def total(self) -> tuple[Tensor, Tensor]:
         out, lse = self._sums or self._untouched()
@@ -82,7 +97,7 @@ class Backward:
         do: gradient of the output [T, Hq, D].
         q: queries [T, Hq, D].
         out: output [T, Hq, D].
-        lse: log-sum-exp over all keys [T, Hq].
+        lse: log-sum-exp over all keys, and the sink, [T, Hq].
         kernel: what computes a tile.
         scale: factor on the scores.
     """
@@ -109,6 +124,18 @@ class Backward:
                 add_(self._dq, call.q, dq)
             add_(dkv[:, 0], call.k, dk)
             add_(dkv[:, 1], call.k, dv)
+
+    def sinks(self, sinks: Tensor | None) -> Tensor | None:
+        """Gradient of the sinks [Hq], in their dtype.
+
+        A sink has the weight exp(sink - lse) and the value 0, so its score has the gradient
+        weight · (0 - do · out), as every score has weight · (do · value - do · out).
+        """
+        if sinks is None:
+            return None
+        dtype = accumulator_dtype(self._q.dtype)
+        delta = (self._do.to(dtype) * self._out.to(dtype)).sum(-1)
+        return -(torch.exp(sinks.to(dtype) - self._lse.to(dtype)) * delta).sum(0).to(sinks.dtype)
 
     def _sum(self) -> Tensor:
         dtype = accumulator_dtype(self._q.dtype)

@@ -18,7 +18,8 @@ from torch import Tensor
 from flexcp.attention.masks import Tile
 from flexcp.attention.upload import upload
 
-# Rows of a tensor: a range where they lie side by side, else int64 [n] on the device.
+# Rows of a tensor: a range where they lie side by side, else int64 [n] on the device. A turned tile is its
+# rows from the last to the first.
 Rows = slice | Tensor
 
 
@@ -56,9 +57,10 @@ class Call:
     bounds: Bounds | None = None
 
 
-def one_by_one(tiles: Sequence[Tile]) -> list[Call]:
+@lru_cache(maxsize=1024)
+def one_by_one(tiles: tuple[Tile, ...], device: torch.device) -> tuple[Call, ...]:
     """A call a tile."""
-    return [Call(slice(q0, q1), slice(k0, k1), causal) for q0, q1, k0, k1, causal in tiles]
+    return tuple(Call(*_rows_of([tile], device), tile.causal) for tile in tiles)
 
 
 @lru_cache(maxsize=1024)
@@ -90,9 +92,8 @@ def together(tiles: tuple[Tile, ...], device: torch.device) -> tuple[Call, ...]:
 
 
 def _call(tiles: Sequence[Tile], device: torch.device) -> Call:
-    q, k = [(t.q0, t.q1) for t in tiles], [(t.k0, t.k1) for t in tiles]
-    bounds = bounds_of([b - a for a, b in q], [b - a for a, b in k], device)
-    return Call(_rows(q, device), _rows(k, device), tiles[0].causal, bounds)
+    bounds = bounds_of([t.q1 - t.q0 for t in tiles], [t.k1 - t.k0 for t in tiles], device)
+    return Call(*_rows_of(tiles, device), tiles[0].causal, bounds)
 
 
 def bounds_of(q_rows: Sequence[int], k_rows: Sequence[int], device: torch.device) -> Bounds:
@@ -102,10 +103,19 @@ def bounds_of(q_rows: Sequence[int], k_rows: Sequence[int], device: torch.device
     return Bounds(q_stops, k_stops, cu[0], cu[1], max(q_rows), max(k_rows))
 
 
-def _rows(ranges: Sequence[tuple[int, int]], device: torch.device) -> Rows:
-    if all(before[1] == after[0] for before, after in pairwise(ranges)):
+def _rows_of(tiles: Sequence[Tile], device: torch.device) -> tuple[Rows, Rows]:
+    """Of the queries and of the keys."""
+    turned = [tile.turned for tile in tiles]
+    queries, keys = [(t.q0, t.q1) for t in tiles], [(t.k0, t.k1) for t in tiles]
+    return _rows(queries, turned, device), _rows(keys, turned, device)
+
+
+def _rows(ranges: Sequence[tuple[int, int]], turned: Sequence[bool], device: torch.device) -> Rows:
+    if not any(turned) and all(before[1] == after[0] for before, after in pairwise(ranges)):
         return slice(ranges[0][0], ranges[-1][1])
-    return upload(torch.cat([torch.arange(start, stop) for start, stop in ranges]), device)
+    parts = [torch.arange(start, stop) for start, stop in ranges]
+    rows = torch.cat([part.flip(0) if turn else part for part, turn in zip(parts, turned, strict=True)])
+    return upload(rows, device)
 
 
 def take(x: Tensor, rows: Rows) -> Tensor:

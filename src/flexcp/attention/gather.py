@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flexcp.attention.blocks import Backward, Block, forward_over
+from flexcp.attention.blocks import Backward, Block, Gradients, forward_over
 from flexcp.attention.exchange import BACK, FORTH, Exchange, Message, Swap
 from flexcp.attention.kernels import Kernel
 from flexcp.attention.masks import make_tiles, make_tiles_of_many
@@ -22,16 +22,29 @@ from flexcp.core.layout import Layout
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, exchange: Exchange, kernel: Kernel, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    exchange: Exchange,
+    kernel: Kernel,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """See `group.Method.forward`; saves q, k, v, out and the log-sum-exp [T, Hq]."""
-    out, lse = forward_over(q, _blocks(k, v, layout, exchange), kernel, scale)
+    out, lse = forward_over(q, _blocks(k, v, layout, exchange), kernel, scale, sinks)
     return out, (q, k, v, out, lse)
 
 
 def backward(
-    do: Tensor, saved: tuple[Tensor, ...], layout: Layout, exchange: Exchange, kernel: Kernel, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    do: Tensor,
+    saved: tuple[Tensor, ...],
+    layout: Layout,
+    exchange: Exchange,
+    kernel: Kernel,
+    scale: float,
+    sinks: Tensor | None = None,
+) -> Gradients:
     """See `group.Method.backward`. K and V are gathered anew, so no layer holds those of others."""
     q, k, v, out, lse = saved
     sums = Backward(do, q, out, lse, kernel, scale)
@@ -43,7 +56,7 @@ def backward(
             dkv = home.new_zeros(block[1].shape[0], *home.shape[1:])
             sums.add(block, dkv)
             _bring_home(dkv, home, layout, exchange)
-    return sums.dq.to(q.dtype), home[:, 0].to(k.dtype), home[:, 1].to(v.dtype)
+    return sums.dq.to(q.dtype), home[:, 0].to(k.dtype), home[:, 1].to(v.dtype), sums.sinks(sinks)
 
 
 def _others(layout: Layout, member: int) -> tuple[int, ...]:

@@ -15,10 +15,11 @@ from torch.autograd.function import once_differentiable
 
 from flexcp.attention import gather, ring
 from flexcp.attention import heads as all_to_all
+from flexcp.attention.blocks import Gradients
 from flexcp.attention.exchange import Exchange
 from flexcp.attention.kernels import Kernel, kernel_for
 from flexcp.core.errors import InputError, UnsupportedError
-from flexcp.core.layout import Layout, heads_divide
+from flexcp.core.layout import Layout, heads_divide, windowed
 from flexcp.core.plan import ExchangeKind
 
 
@@ -34,6 +35,7 @@ class Method(Protocol):
         exchange: Exchange,
         kernel: Kernel,
         scale: float,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Output [T, Hq, D] in q's dtype, and what backward needs."""
         ...
@@ -46,8 +48,12 @@ class Method(Protocol):
         exchange: Exchange,
         kernel: Kernel,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients dq [T, Hq, D], dk and dv [T, Hk, D] in the dtype of the inputs."""
+        sinks: Tensor | None = None,
+    ) -> Gradients:
+        """Gradients dq [T, Hq, D], dk and dv [T, Hk, D] in the dtype of the inputs, and of the sinks [Hq].
+
+        The sinks' are of the rows that this member computed; over the group they add up.
+        """
         ...
 
 
@@ -62,6 +68,9 @@ def group_attention(
     exchange: Exchange,
     *,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     kernel: Kernel | None = None,
 ) -> Tensor:
     """Attend within every sample of a pack, whose rows lie across the members of a group.
@@ -77,7 +86,11 @@ def group_attention(
         layout: where every row of the pack lies; the same on all members.
         exchange: the way to the other members, of the same kind on all of them.
         scale: factor on the scores, by default D ** -0.5.
-        kernel: what computes a tile, by default the one for q's device.
+        window: rows that a row sees, itself the last of them; None for all before it.
+        softcap: scores s become softcap · tanh(s / softcap).
+        sinks: one more score for every row, whose value is zero [Hq]. Its gradient is that of this member's
+            rows; that of a parameter comes out of the sum over all ranks.
+        kernel: what computes a tile, by default the one for q's device and the softcap.
 
     Returns:
         [T, Hq, D] in the dtype of q.
@@ -87,9 +100,16 @@ def group_attention(
         UnsupportedError: the group exchanges heads that cannot be dealt out to it.
     """
     _check(q, k, v, layout, exchange)
-    kernel = kernel or kernel_for(q.device, q.dtype, q.shape[-1])
+    if kernel is not None and softcap is not None:
+        raise InputError("a kernel and a softcap are both given", "Give a kernel that caps, or the softcap.")
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise InputError(
+            f"there are {tuple(sinks.shape)} sinks for {q.shape[1]} query heads", "Give one a head."
+        )
+    kernel = kernel or kernel_for(q.device, q.dtype, q.shape[-1], softcap)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = _GroupAttention.apply(q, k, v, layout, exchange, kernel, scale)  # type: ignore[no-untyped-call]
+    layout = layout if window is None else windowed(layout, window)
+    out: Tensor = _GroupAttention.apply(q, k, v, layout, exchange, kernel, scale, sinks)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -138,10 +158,11 @@ class _GroupAttention(torch.autograd.Function):
         exchange: Exchange,
         kernel: Kernel,
         scale: float,
+        sinks: Tensor | None,
     ) -> Tensor:
         inputs = (_rowwise(q), _rowwise(k), _rowwise(v))
-        out, saved = _METHODS[exchange.kind].forward(*inputs, layout, exchange, kernel, scale)
-        ctx.save_for_backward(*saved)
+        out, saved = _METHODS[exchange.kind].forward(*inputs, layout, exchange, kernel, scale, sinks)
+        ctx.save_for_backward(sinks, *saved)
         ctx.layout, ctx.exchange, ctx.kernel, ctx.scale = layout, exchange, kernel, scale
         return out
 
@@ -150,11 +171,12 @@ class _GroupAttention(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         # Members may not differ in the messages they send, so all of it runs whatever needs a gradient.
         method = _METHODS[ctx.exchange.kind]
+        sinks, *saved = ctx.saved_tensors
         grads = method.backward(
-            _rowwise(do), ctx.saved_tensors, ctx.layout, ctx.exchange, ctx.kernel, ctx.scale
+            _rowwise(do), tuple(saved), ctx.layout, ctx.exchange, ctx.kernel, ctx.scale, sinks
         )
-        wanted = zip(grads, ctx.needs_input_grad, strict=False)
-        return (*(grad if needed else None for grad, needed in wanted), None, None, None, None)
+        wanted = zip(grads[:3], ctx.needs_input_grad, strict=False)
+        return (*(grad if needed else None for grad, needed in wanted), None, None, None, None, grads[3])
 
 
 def _rowwise(x: Tensor) -> Tensor:

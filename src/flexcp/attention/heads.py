@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexcp.attention.blocks import Backward, forward_over
+from flexcp.attention.blocks import Backward, Gradients, forward_over
 from flexcp.attention.exchange import BACK, FORTH, Exchange, Message, Swap
 from flexcp.attention.kernels import Kernel
 from flexcp.attention.masks import Tile, make_tiles, make_tiles_of_all
@@ -42,7 +42,14 @@ def _share(heads: int, kv_heads: int, degree: int, member: int) -> _Share:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, exchange: Exchange, kernel: Kernel, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    exchange: Exchange,
+    kernel: Kernel,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """See `group.Method.forward`.
 
@@ -55,11 +62,12 @@ def forward(
     )
     whole = [x[cut:].contiguous() for x in (q, k, v)]  # a view would keep all rows alive
     tiles = _whole_tiles(layout, exchange.member)
-    whole_out, whole_lse = forward_over(whole[0], [(tiles, whole[1], whole[2])], kernel, scale)
+    whole_out, whole_lse = forward_over(whole[0], [(tiles, whole[1], whole[2])], kernel, scale, sinks)
     mine = swap()
-    sizes = _sizes(shares[exchange.member])
-    q_h, k_h, v_h = (x.contiguous() for x in torch.split(mine, sizes, dim=1))
-    out_h, lse_h = forward_over(q_h, [(make_tiles_of_all(layout), k_h, v_h)], kernel, scale)
+    share = shares[exchange.member]
+    q_h, k_h, v_h = (x.contiguous() for x in torch.split(mine, _sizes(share), dim=1))
+    sinks_h = sinks[share.q] if sinks is not None else None
+    out_h, lse_h = forward_over(q_h, [(make_tiles_of_all(layout), k_h, v_h)], kernel, scale, sinks_h)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     out[cut:] = whole_out
 
@@ -71,8 +79,14 @@ def forward(
 
 
 def backward(
-    do: Tensor, saved: tuple[Tensor, ...], layout: Layout, exchange: Exchange, kernel: Kernel, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    do: Tensor,
+    saved: tuple[Tensor, ...],
+    layout: Layout,
+    exchange: Exchange,
+    kernel: Kernel,
+    scale: float,
+    sinks: Tensor | None = None,
+) -> Gradients:
     """See `group.Method.backward`."""
     q_h, k_h, v_h, out_h, lse_h, q_w, k_w, v_w, out_w, lse_w = saved
     cut, degree = layout.cut_rows(exchange.member), exchange.degree
@@ -98,7 +112,12 @@ def backward(
 
     grads = torch.cat((mine.dq, dkv_h[:, 0], dkv_h[:, 1]), dim=1).to(do.dtype)
     _to_rows(grads, place, layout, exchange)
-    return dq, dkv[:, 0].to(do.dtype), dkv[:, 1].to(do.dtype)
+    own = shares[exchange.member].q
+    dsinks = whole.sinks(sinks)
+    dsinks_h = mine.sinks(sinks[own] if sinks is not None else None)
+    if dsinks is not None and dsinks_h is not None:
+        dsinks[own] += dsinks_h
+    return dq, dkv[:, 0].to(do.dtype), dkv[:, 1].to(do.dtype), dsinks
 
 
 def _shares(q: Tensor, k: Tensor, degree: int) -> list[_Share]:
@@ -115,7 +134,7 @@ def _whole_tiles(layout: Layout, member: int) -> tuple[Tile, ...]:
     """Tiles of the whole samples of a member, numbered without its cut rows."""
     cut = layout.cut_rows(member)
     tiles = [tile for tile in make_tiles(layout, member, member) if tile.q0 >= cut]
-    return tuple(Tile(t.q0 - cut, t.q1 - cut, t.k0 - cut, t.k1 - cut, t.causal) for t in tiles)
+    return tuple(Tile(t.q0 - cut, t.q1 - cut, t.k0 - cut, t.k1 - cut, t.causal, t.turned) for t in tiles)
 
 
 def _to_heads(

@@ -1,7 +1,8 @@
 """Which parts of a query block x key block are attended, as tiles that need no mask tensor.
 
 Pure Python over a Layout. A tile is a full rectangle or a causal square, so a kernel needs no more than a
-flag; together the tiles of all block pairs cover every attended entry exactly once.
+flag; together the tiles of all block pairs cover every attended entry exactly once. (A window adds squares
+that are causal from the last row to the first, and is cut into tiles by `attention.windows`.)
 
 Why that is always possible: the rows that one member holds of one sample ascend in position, and what a row
 sees is always "every key before some position" (its own position, or the end of its full-attention span),
@@ -18,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from flexcp.attention.windows import Held, count_before, make_bands, runs
 from flexcp.core.layout import Layout, Piece
 from flexcp.core.sample import Sample
 
@@ -25,7 +27,7 @@ from flexcp.core.sample import Sample
 class Tile(NamedTuple):
     """Query rows [q0, q1) attend to key rows [k0, k1), local rows on either side.
 
-    A causal tile is square, and row q0 + i attends to k0 .. k0 + i.
+    A causal tile is square, and row q0 + i attends to k0 .. k0 + i; if it is turned, to k0 + i .. k1 - 1.
     """
 
     q0: int
@@ -33,14 +35,7 @@ class Tile(NamedTuple):
     k0: int
     k1: int
     causal: bool
-
-
-class _Held(NamedTuple):
-    """Positions [start, stop) of a sample, which lie from local row `row` on."""
-
-    start: int
-    stop: int
-    row: int
+    turned: bool = False
 
 
 class _Stair(NamedTuple):
@@ -92,12 +87,17 @@ def make_tiles_of_all(layout: Layout) -> tuple[Tile, ...]:
 
 
 def _tiles(
-    layout: Layout, queries: dict[int, list[_Held]], keys: dict[int, list[_Held]], *, own: bool
+    layout: Layout, queries: dict[int, list[Held]], keys: dict[int, list[Held]], *, own: bool
 ) -> tuple[Tile, ...]:
     tiles: list[Tile] = []
     for index in queries.keys() & keys.keys() if not own else queries:
-        stairs = _stairs(layout.samples[index], queries[index], keys[index], own=own)
-        tiles.extend(_tiles_of_stairs(stairs, first_key=keys[index][0].row))
+        sample, first_key = layout.samples[index], keys[index][0].row
+        if layout.window is not None and layout.window < sample.tokens:
+            bands = make_bands(sample, layout.window, queries[index], keys[index], own=own)
+            tiles.extend(Tile(*tile) for band in bands for tile in band.tiles(first_key))
+            continue
+        stairs = _stairs(sample, queries[index], keys[index], own=own)
+        tiles.extend(_tiles_of_stairs(stairs, first_key))
     return tuple(sorted(tiles, key=lambda tile: (tile.q0, tile.k0)))
 
 
@@ -108,33 +108,33 @@ def cut_by_sample(layout: Layout, members: tuple[int, ...]) -> list[tuple[Piece,
 
 
 @lru_cache(maxsize=1024)
-def _held_by_sample(layout: Layout, members: tuple[int, ...]) -> dict[int, list[_Held]]:
-    held: dict[int, list[_Held]] = {}
+def _held_by_sample(layout: Layout, members: tuple[int, ...]) -> dict[int, list[Held]]:
+    held: dict[int, list[Held]] = {}
     row = 0
     for piece, _ in cut_by_sample(layout, members):
-        held.setdefault(piece.index, []).append(_Held(piece.start, piece.stop, row))
+        held.setdefault(piece.index, []).append(Held(piece.start, piece.stop, row))
         row += piece.rows
     return held
 
 
 @lru_cache(maxsize=4096)
-def _held_rows(layout: Layout, member: int) -> dict[int, list[_Held]]:
+def _held_rows(layout: Layout, member: int) -> dict[int, list[Held]]:
     """What `member` holds of each sample; the pieces of one sample are neighbours in local rows."""
-    held: dict[int, list[_Held]] = {}
+    held: dict[int, list[Held]] = {}
     row = 0
     for piece in layout.pieces(member):
-        held.setdefault(piece.index, []).append(_Held(piece.start, piece.stop, row))
+        held.setdefault(piece.index, []).append(Held(piece.start, piece.stop, row))
         row += piece.rows
     return held
 
 
-def _stairs(sample: Sample, queries: Sequence[_Held], keys: Sequence[_Held], *, own: bool) -> list[_Stair]:
+def _stairs(sample: Sample, queries: Sequence[Held], keys: Sequence[Held], *, own: bool) -> list[_Stair]:
     """The staircase of one sample, with stairs that continue each other made one."""
     stairs: list[_Stair] = []
     for held in queries:
-        for start, stop, span_stop in _runs(sample, held.start, held.stop):
-            rises = own and span_stop is None
-            seen = _count_before(keys, start if span_stop is None else span_stop)
+        for start, stop, span in runs(sample, held.start, held.stop):
+            rises = own and span is None
+            seen = count_before(keys, start if span is None else span[1])
             q0 = held.row + start - held.start
             stair = _Stair(q0, q0 + stop - start, seen, rises)
             before = stairs[-1] if stairs else None
@@ -143,26 +143,6 @@ def _stairs(sample: Sample, queries: Sequence[_Held], keys: Sequence[_Held], *, 
             else:
                 stairs.append(stair)
     return stairs
-
-
-def _runs(sample: Sample, start: int, stop: int) -> Iterator[tuple[int, int, int | None]]:
-    """Cut [start, stop) into runs of text, and runs inside one span with where that span ends."""
-    for a, b in sample.spans:
-        if b <= start or b - a == 1:  # a span of one row sees what text sees
-            continue
-        if a >= stop:
-            break
-        if start < a:
-            yield start, a, None
-        yield max(start, a), min(stop, b), b
-        start = b
-    if start < stop:
-        yield start, stop, None
-
-
-def _count_before(held: Sequence[_Held], position: int) -> int:
-    """Rows held before `position`."""
-    return sum(min(max(position - piece.start, 0), piece.stop - piece.start) for piece in held)
 
 
 def _keys_after(stair: _Stair) -> int:

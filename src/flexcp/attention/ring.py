@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flexcp.attention.blocks import Backward, Block, forward_over
+from flexcp.attention.blocks import Backward, Block, Gradients, forward_over
 from flexcp.attention.exchange import BACK, FORTH, Exchange, Message, Pending
 from flexcp.attention.kernels import Kernel
 from flexcp.attention.masks import Tile
@@ -21,17 +21,30 @@ from flexcp.core.layout import Layout
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, exchange: Exchange, kernel: Kernel, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    exchange: Exchange,
+    kernel: Kernel,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """See `group.Method.forward`; saves q, k, v, out and the log-sum-exp [T, Hq]."""
     blocks = _blocks(k, v, make_route(layout, exchange.member), exchange)
-    out, lse = forward_over(q, blocks, kernel, scale)
+    out, lse = forward_over(q, blocks, kernel, scale, sinks)
     return out, (q, k, v, out, lse)
 
 
 def backward(
-    do: Tensor, saved: tuple[Tensor, ...], layout: Layout, exchange: Exchange, kernel: Kernel, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    do: Tensor,
+    saved: tuple[Tensor, ...],
+    layout: Layout,
+    exchange: Exchange,
+    kernel: Kernel,
+    scale: float,
+    sinks: Tensor | None = None,
+) -> Gradients:
     """See `group.Method.backward`.
 
     K and V travel as in the forward pass. The gradient of each block follows it in a lane of its own, one
@@ -57,7 +70,7 @@ def backward(
     sums.add((last, k, v), home)
     lane.bring_home()
     dk, dv = home.unbind(1)
-    return sums.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return sums.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), sums.sinks(sinks)
 
 
 @lru_cache(maxsize=4096)
@@ -72,7 +85,7 @@ def _halves(tiles: tuple[Tile, ...]) -> tuple[tuple[Tile, ...], tuple[Tile, ...]
     last: list[Tile] = []
     for tile in tiles:
         half = (tile.q1 - tile.q0) // 2
-        if not tile.causal or not half:
+        if not tile.causal or tile.turned or not half:
             first.append(tile)
             continue
         row, key = tile.q0 + half, tile.k0 + half

@@ -18,9 +18,10 @@ one row when nothing stays whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from flexcp.core.errors import InputError
 from flexcp.core.sample import Sample
 
 _WHOLE_BELOW_TOKENS = 512
@@ -70,12 +71,14 @@ class Layout:
         cut: per member of the group, its pieces of cut samples, ascending by (index, start). These come
             first in the member's local rows, and they are what travels around the ring.
         whole: per member, its whole samples. They follow the cut pieces and never travel.
+        window: rows of a sample that a row of text may see, itself the last of them; None for all before it.
     """
 
     samples: tuple[Sample, ...]
     degree: int
     cut: tuple[tuple[Piece, ...], ...]
     whole: tuple[tuple[Piece, ...], ...]
+    window: int | None = None
 
     def pieces(self, member: int) -> tuple[Piece, ...]:
         """All pieces of one member, in local row order."""
@@ -123,6 +126,20 @@ def make_layout(samples: tuple[Sample, ...], degree: int, whole_below_tokens: in
     return Layout(
         samples, degree, tuple(tuple(pieces) for pieces in cut), tuple(tuple(pieces) for pieces in whole)
     )
+
+
+@lru_cache(maxsize=4096)
+def windowed(layout: Layout, window: int) -> Layout:
+    """The same rows, each of which sees no further back than `window` rows, its own included; cached.
+
+    Rows of a full-attention span see all of it besides.
+
+    Raises:
+        InputError: the window holds no row.
+    """
+    if window < 1:
+        raise InputError(f"the attention window is {window}", "A row sees at least itself: 1 or more.")
+    return replace(layout, window=window)
 
 
 def _place_whole(

@@ -69,15 +69,18 @@ class TaskContext:
         exchange: messages to the other ranks of the group.
         padding_rows: rows at the end of the local tensors that belong to no sample (see `make_micro_batch`).
         calls: times that attention ran under this task; 0 after a forward means that the model ignored it.
+        auxiliary_sum: this rank's share of a loss that is not of single targets (balance of experts), each
+            sample's times its tokens; None if there is none. A step adds it, over all its tokens.
     """
 
-    __slots__ = ("calls", "exchange", "layout", "padding_rows")
+    __slots__ = ("auxiliary_sum", "calls", "exchange", "layout", "padding_rows")
 
     def __init__(self, layout: Layout, exchange: GroupExchange, padding_rows: int) -> None:
         self.layout = layout
         self.exchange = exchange
         self.padding_rows = padding_rows
         self.calls = 0
+        self.auxiliary_sum: Tensor | None = None
 
 
 @dataclass(frozen=True)

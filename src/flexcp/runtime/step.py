@@ -88,7 +88,11 @@ class Step:
             )
         _check_attention_ran(micro)
         loss_sum = loss_sum_of(output, micro)
-        (loss_sum / self.supervised_tokens).backward()  # type: ignore[no-untyped-call]
+        loss = loss_sum / self.supervised_tokens
+        auxiliary_sum = micro.inputs["flexcp"].auxiliary_sum
+        if auxiliary_sum is not None:
+            loss = loss + auxiliary_sum / sum(sample.tokens for sample in self.plan.samples)
+        loss.backward()  # type: ignore[no-untyped-call]
         self.loss_sum += loss_sum.detach()
         self._task_losses.append((micro.sample_ids, loss_sum.detach()))
         self._record_task(micro)

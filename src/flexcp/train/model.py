@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Con
 
 from flexcp.core.errors import ConfigError
 from flexcp.integrations.transformers.config import check_supported
+from flexcp.integrations.transformers.hooks import checkpoint_layers
 from flexcp.train.config import ModelSection, RunSection
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -57,14 +58,12 @@ def build_model(config: Any, run: RunSection, device: torch.device) -> nn.Module
     Weights stay in fp32 under `bf16`: the computation is low precision, the optimizer's copy is not.
     """
     torch.manual_seed(run.seed)
-    model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     model.to(device=device, dtype=torch.float64 if run.dtype == "fp64" else torch.float32)
     if run.gradient_checkpointing:
-        # Reentrant checkpointing would run the ring's backward before its recomputation on some ranks.
-        model.gradient_checkpointing_enable(  # type: ignore[operator]
-            gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
-    return model.train()
+        checkpoint_layers(model)
+    trained: nn.Module = model.train()
+    return trained
 
 
 def compute_dtype(run: RunSection) -> torch.dtype:

@@ -92,8 +92,16 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @lru_cache(maxsize=64)
-def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+def kernel_for(
+    device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None
+) -> Kernel:
     """The fastest kernel that serves; without one, the dense kernel and a logged warning that says why.
+
+    Args:
+        device: of the queries.
+        dtype: of the queries.
+        head_dim: of the queries.
+        softcap: scores s become softcap · tanh(s / softcap), which the dense kernel alone computes.
 
     Raises:
         UnsupportedError: attention has no meaning in this dtype.
@@ -101,6 +109,8 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kerne
     if dtype not in _DTYPES:
         names = ", ".join(str(known) for known in _DTYPES)
         raise UnsupportedError(f"attention in {dtype} is not implemented", f"Use one of {names}.")
+    if softcap is not None:
+        return DenseKernel(softcap)
     reasons = [f"no attention kernel for {dtype} x {head_dim} on device {device.type!r}"]
     for device_type, kernel, why_not in _TABLE:
         if device_type != device.type:
@@ -109,7 +119,5 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kerne
             reasons.append(f"{type(kernel).__name__}: {why_not}")
         elif kernel.serves(device, dtype, head_dim):
             return kernel
-    _LOG.warning(
-        "%s: using dense matrix products, which take memory for rows x rows scores", "; ".join(reasons)
-    )
+    _LOG.warning("%s: using plain matrix products, several times as slow", "; ".join(reasons))
     return DenseKernel()

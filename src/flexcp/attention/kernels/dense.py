@@ -1,18 +1,29 @@
-"""Attention as plain matrix products: right on every device, O(Tq x Tk) memory.
+"""Attention as plain matrix products, some rows at a time: right on every device, and with capped scores.
 
 The reference that other kernels are tested against, and what a device without a kernel of its own gets.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from flexcp.attention.merge import accumulator_dtype
 
+_CHUNK_SCORES = 2**24  # held at a time, over all heads: 64 MiB in fp32, a few times over
+
 
 class DenseKernel:
-    """Forms the whole score matrix, in fp64 for fp64 and in fp32 for everything narrower."""
+    """Forms the scores of some rows at a time, in fp64 for fp64 and in fp32 for everything narrower.
+
+    Args:
+        softcap: scores s become softcap · tanh(s / softcap); None leaves them.
+    """
+
+    def __init__(self, softcap: float | None = None) -> None:
+        self._softcap = softcap
 
     def serves(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
         """See `Kernel.serves`."""
@@ -20,11 +31,16 @@ class DenseKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
-        scores = _scores(q, k, causal, scale)
-        lse = torch.logsumexp(scores, dim=-1)
-        weights = torch.exp(scores - lse.unsqueeze(-1))
-        out = torch.einsum("hgqk,khd->qhgd", weights, v.to(weights.dtype))
-        return out.flatten(1, 2).to(q.dtype), lse.flatten(0, 1).transpose(0, 1)
+        out = q.new_empty(*q.shape[:2], v.shape[-1])
+        lse = q.new_empty(q.shape[:2], dtype=accumulator_dtype(q.dtype))
+        for rows, keys in _chunks(q, k, causal):
+            scores, _ = self._scores(q[rows], k[keys], rows.start if causal else None, scale)
+            chunk_lse = torch.logsumexp(scores, dim=-1)
+            weights = torch.exp(scores - chunk_lse.unsqueeze(-1))
+            chunk_out = torch.einsum("hgqk,khd->qhgd", weights, v[keys].to(weights.dtype))
+            out[rows] = chunk_out.flatten(1, 2).to(q.dtype)
+            lse[rows] = chunk_lse.flatten(0, 1).transpose(0, 1)
+        return out, lse
 
     def backward(
         self,
@@ -38,27 +54,49 @@ class DenseKernel:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`."""
-        scores = _scores(q, k, causal, scale)
-        dtype, kv_heads = scores.dtype, k.shape[1]
-        do_grouped = _grouped(do.to(dtype), kv_heads)
-        delta = (do_grouped * _grouped(out.to(dtype), kv_heads)).sum(-1)
-        weights = torch.exp(scores - _rows_last(_grouped(lse.to(dtype), kv_heads)))
-        dv = torch.einsum("hgqk,qhgd->khd", weights, do_grouped)
-        dweights = torch.einsum("qhgd,khd->hgqk", do_grouped, v.to(dtype))
-        dscores = weights * (dweights - _rows_last(delta)) * scale
-        dq = torch.einsum("hgqk,khd->qhgd", dscores, k.to(dtype)).flatten(1, 2)
-        dk = torch.einsum("hgqk,qhgd->khd", dscores, _grouped(q.to(dtype), kv_heads))
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        dtype, kv_heads = accumulator_dtype(q.dtype), k.shape[1]
+        dq = torch.empty_like(q)
+        dk, dv = k.new_zeros(k.shape, dtype=dtype), v.new_zeros(v.shape, dtype=dtype)
+        for rows, keys in _chunks(q, k, causal):
+            scores, slope = self._scores(q[rows], k[keys], rows.start if causal else None, scale)
+            do_grouped = _grouped(do[rows].to(dtype), kv_heads)
+            delta = (do_grouped * _grouped(out[rows].to(dtype), kv_heads)).sum(-1)
+            weights = torch.exp(scores - _rows_last(_grouped(lse[rows].to(dtype), kv_heads)))
+            dv[keys] += torch.einsum("hgqk,qhgd->khd", weights, do_grouped)
+            dweights = torch.einsum("qhgd,khd->hgqk", do_grouped, v[keys].to(dtype))
+            dscores = weights * (dweights - _rows_last(delta)) * scale
+            if slope is not None:
+                dscores *= slope
+            chunk_dq = torch.einsum("hgqk,khd->qhgd", dscores, k[keys].to(dtype))
+            dq[rows] = chunk_dq.flatten(1, 2).to(q.dtype)
+            dk[keys] += torch.einsum("hgqk,qhgd->khd", dscores, _grouped(q[rows].to(dtype), kv_heads))
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+    def _scores(
+        self, q: Tensor, k: Tensor, first_row: int | None, scale: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Scores [Hk, Hq/Hk, Tq, Tk] in the accumulator dtype, and the slope of the cap at each of them.
+
+        Row i sees keys up to first_row + i, or all of them where that is None.
+        """
+        dtype = accumulator_dtype(q.dtype)
+        scores = torch.einsum("qhgd,khd->hgqk", _grouped(q.to(dtype), k.shape[1]), k.to(dtype)) * scale
+        slope = None
+        if self._softcap is not None:
+            capped = torch.tanh(scores / self._softcap)
+            scores, slope = self._softcap * capped, 1.0 - capped * capped
+        if first_row is not None:
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(first_row + 1)
+            scores.masked_fill_(hidden, float("-inf"))
+        return scores, slope
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """Scaled, masked scores [Hk, Hq/Hk, Tq, Tk] in the accumulator dtype."""
-    dtype = accumulator_dtype(q.dtype)
-    scores = torch.einsum("qhgd,khd->hgqk", _grouped(q.to(dtype), k.shape[1]), k.to(dtype)) * scale
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores.masked_fill_(hidden, float("-inf"))
-    return scores
+def _chunks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
+    """Rows to do at a time, and the keys that any of them sees."""
+    rows = max(1, _CHUNK_SCORES // (q.shape[1] * k.shape[0]))
+    for start in range(0, q.shape[0], rows):
+        stop = min(start + rows, q.shape[0])
+        yield slice(start, stop), slice(0, stop if causal else k.shape[0])
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:

@@ -1,10 +1,10 @@
 """Hugging Face transformers: text models whose attention goes through the public registry.
 
-Nothing is patched. `with enable(model): …` selects FlexCP's attention by name, and leaving restores the
-model's own.
+Nothing is patched. `with enable(model): …`, or `enable(model)` and `disable(model)`, selects FlexCP's
+attention by name and restores the model's own.
 """
 
 from flexcp.integrations.transformers.config import shape_of
-from flexcp.integrations.transformers.hooks import blocks_of, enable
+from flexcp.integrations.transformers.hooks import Enabled, blocks_of, disable, enable, is_enabled
 
-__all__ = ["blocks_of", "enable", "shape_of"]
+__all__ = ["Enabled", "blocks_of", "disable", "enable", "is_enabled", "shape_of"]
