@@ -35,7 +35,7 @@ from flexcp.attention.kernels import (
 )
 from flexcp.attention.kernels.schema import mismatch
 from flexcp.attention.masks import Tile, make_tiles
-from flexcp.core.layout import make_layout
+from flexcp.core.layout import make_layout, windowed
 from flexcp.core.plan import ExchangeKind
 from flexcp.core.sample import Sample, samples_from_lengths
 
@@ -313,8 +313,9 @@ def spread(call: Call) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("pack", PACKS)
 @pytest.mark.parametrize("degree", [1, 2, 3, 5])
 def test_calls_hold_every_entry_of_the_tiles_once(degree: int, pack: str) -> None:
-    for whole_below_tokens in (0, 20):
-        layout = make_layout(PACKS[pack], degree, whole_below_tokens)
+    """Also under a window, whose turned tiles are rows from the last to the first."""
+    for whole_below_tokens, window in ((0, 1000), (20, 1000), (0, 7)):
+        layout = windowed(make_layout(PACKS[pack], degree, whole_below_tokens), window)
         for member in range(degree):
             for other in range(degree):
                 tiles = make_tiles(layout, member, other)
@@ -324,11 +325,11 @@ def test_calls_hold_every_entry_of_the_tiles_once(degree: int, pack: str) -> Non
                     for t in tiles
                     for q in range(t.q0, t.q1)
                     for k in range(t.k0, t.k1)
-                    if not t.causal or k - t.k0 <= q - t.q0
+                    if not t.causal or (k - t.k0 >= q - t.q0 if t.turned else k - t.k0 <= q - t.q0)
                 ]
                 got = [entry for call in calls for entry in spread(call)]
                 assert sorted(got) == sorted(want)
-                assert len(calls) <= len(one_by_one(tiles))
+                assert len(calls) <= len(one_by_one(tiles, CPU))
                 for call in calls:
                     assert call.bounds is not None
                     assert call.bounds.cu_q.tolist() == [0, *call.bounds.q_stops]

@@ -110,7 +110,7 @@ def test_wrong_options_are_refused() -> None:
 
         return run_members(1, work)[0]
 
-    kernel = kernel_for(q.device, q.dtype)
+    kernel = kernel_for(q.device, q.dtype, q.shape[-1])
     assert refused(window=0) == "the attention window is 0\nA row sees at least itself: 1 or more."
     assert refused(sinks=torch.zeros(2)) == "there are (2,) sinks for 4 query heads\nGive one a head."
     assert refused(kernel=kernel, softcap=1.0) == (

@@ -60,8 +60,8 @@ def make_tiles(layout: Layout, q_member: int, kv_member: int) -> tuple[Tile, ...
     >>> layout = make_layout((Sample(0, 8),), degree=2, whole_below_tokens=0)  # member 0: 0, 1, 6, 7
     >>> for kv_member in (0, 1):
     ...     make_tiles(layout, 0, kv_member)
-    (Tile(q0=0, q1=4, k0=0, k1=4, causal=True),)
-    (Tile(q0=2, q1=4, k0=0, k1=4, causal=False),)
+    (Tile(q0=0, q1=4, k0=0, k1=4, causal=True, turned=False),)
+    (Tile(q0=2, q1=4, k0=0, k1=4, causal=False, turned=False),)
     """
     queries, keys = _held_rows(layout, q_member), _held_rows(layout, kv_member)
     return _tiles(layout, queries, keys, own=q_member == kv_member)
@@ -74,7 +74,7 @@ def make_tiles_of_many(layout: Layout, q_member: int, kv_members: tuple[int, ...
     >>> from flexcp.core.layout import make_layout
     >>> layout = make_layout((Sample(0, 12),), degree=3, whole_below_tokens=0)  # member 0: 0, 1, 10, 11
     >>> make_tiles_of_many(layout, 0, (1, 2))
-    (Tile(q0=2, q1=4, k0=0, k1=8, causal=False),)
+    (Tile(q0=2, q1=4, k0=0, k1=8, causal=False, turned=False),)
     """
     return _tiles(layout, _held_rows(layout, q_member), _held_by_sample(layout, kv_members), own=False)
 

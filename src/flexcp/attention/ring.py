@@ -79,7 +79,7 @@ def _halves(tiles: tuple[Tile, ...]) -> tuple[tuple[Tile, ...], tuple[Tile, ...]
 
     >>> [tile] = _halves((Tile(0, 4, 0, 4, causal=True),))[0]
     >>> tile
-    Tile(q0=2, q1=4, k0=0, k1=2, causal=False)
+    Tile(q0=2, q1=4, k0=0, k1=2, causal=False, turned=False)
     """
     first: list[Tile] = []
     last: list[Tile] = []
