@@ -36,6 +36,7 @@ from flexcp.runtime.rank_process import (
     result_of,
     watch,
 )
+from flexcp.runtime.rendezvous import store_of_this_start
 from flexcp.runtime.status import last_words, leave_word
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -72,18 +73,23 @@ def joined_world(
     makes is used. Collectives that wait longer than `timeout_s` seconds end with an error.
     """
     local_rank, local_size = rank, size
+    timeout = timedelta(seconds=timeout_s)
+    store: dist.Store
     if rendezvous is None:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        shared, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        store = store_of_this_start(shared, rank, size, timeout_s)
+    else:
+        store = dist.FileStore(str(rendezvous), size)
     device = _device(local_rank)
     backend = "gloo" if device.type == "cpu" else None  # None: torch picks by device (NCCL, HCCL, …)
     dist.init_process_group(
         backend,
-        init_method=f"file://{rendezvous}" if rendezvous is not None else "env://",
+        store=store,
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
         device_id=device if device.type != "cpu" else None,
     )
     yield World(rank, size, local_size, device)
