@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous as store_at
 
 from flexcp.core.errors import ConfigError, FlexCPError, InputError, RankLostError, RunError
 from flexcp.runtime.rank_process import (
@@ -74,14 +75,13 @@ def joined_world(
     """
     local_rank, local_size = rank, size
     timeout = timedelta(seconds=timeout_s)
-    store: dist.Store
-    if rendezvous is None:
+    if rendezvous is not None:
+        store, _, _ = next(store_at(f"file://{rendezvous}", rank, size))
+    else:
         local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        shared, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        shared, rank, size = next(store_at("env://", timeout=timeout))
         store = store_of_this_start(shared, rank, size, timeout_s)
-    else:
-        store = dist.FileStore(str(rendezvous), size)
     device = _device(local_rank)
     backend = "gloo" if device.type == "cpu" else None  # None: torch picks by device (NCCL, HCCL, …)
     dist.init_process_group(

@@ -11,7 +11,7 @@ import json
 import time
 import uuid
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from flexcp.core.errors import RankFailedError
 
