@@ -51,7 +51,7 @@ def lists(files):
 
 def table(columns, rows):
     """Lines of a Markdown table."""
-    lines = [columns, ["---"] * len(columns), *rows]
+    lines = [list(columns), ["---"] * len(columns), *rows]
     return ["| " + " | ".join(str(cell) for cell in line) + " |" for line in lines]
 
 

@@ -14,7 +14,7 @@ from flexcp.cli import main
 from flexcp.core.errors import InputError
 from flexcp.core.model_shape import model_shape
 from flexcp.cost import Link
-from flexcp.cost.calibration import Calibration, fit, read_calibration
+from flexcp.cost.calibration import Calibration, fit_calibration, read_calibration
 from tests.distributed.test_training import make_config
 from tests.harness import run_ranks
 from tests.unit.test_calibration import SETUP, TRUTH, tasks
@@ -26,6 +26,7 @@ BAND_MEAN = 0.25
 
 def profile_then_measure(world: Any) -> tuple[Calibration, list[tuple[str, float]], list[float]]:
     """A calibration; then each unseen task with measured over predicted; what progress said."""
+    from flexcp.cost.profiled import Profiled
     from flexcp.integrations.transformers import enable, shape_of
     from flexcp.profiler.measure import Bench, Cell
     from flexcp.profiler.session import Subject, profile
@@ -35,7 +36,7 @@ def profile_then_measure(world: Any) -> tuple[Calibration, list[tuple[str, float
     shares: list[float] = []
     with enable(model):
         bench = Bench(model, VOCAB, world)
-        calibration = profile(
+        profiled = profile(
             world,
             bench,
             Subject(shape_of(model.config), checkpointing=False, element_bytes=4),
@@ -43,10 +44,12 @@ def profile_then_measure(world: Any) -> tuple[Calibration, list[tuple[str, float
             budget_s=BUDGET_S,
             progress=lambda what, share: shares.append(share),
         )
+        calibration = profiled.calibration
+        assert Profiled.of(profiled.tasks, calibration.setup) == profiled
         ratios = []
         for cell in (Cell(150, 1, 1), Cell(700, 1, 2), Cell(600, 3, 1), Cell(800, 2, 2)):
-            seconds = statistics.median([bench.seconds(cell) for _ in range(REPEATS)])
-            ratios.append((str(cell), seconds / calibration.cost.task_s(cell.load, cell.degree)))
+            seconds = statistics.median([bench.seconds(cell.pack) for _ in range(REPEATS)])
+            ratios.append((str(cell), seconds / calibration.cost.task_s(cell.pack.load, cell.degree)))
     return calibration, ratios, shares
 
 
@@ -61,6 +64,43 @@ def test_calibration_predicts_unseen_tasks() -> None:
     assert Calibration.from_json(first.to_json()) == first
     assert shares == sorted(shares)
     assert statistics.mean(abs(ratio - 1) for _, ratio in ratios) < BAND_MEAN, (ratios, first)
+
+
+def agree(world: Any) -> tuple[list[float], list[float], list[tuple[int, int]]]:
+    """Times of two ranks put together in both clocks; cells reached where rank 1 has little memory."""
+    from flexcp.profiler.measure import Pack, of_all_ranks
+    from flexcp.profiler.session import _Budget, _first_pass, grid
+
+    left_over = float("nan")
+    times = [[1.0, 5.0, 1.0], [2.0, 2.0, left_over]], [[3.0, 1.0, 5.0], [4.0, 4.0, 7.0]]
+
+    class Small:
+        """Stands for a bench whose rank 1 holds 256 tokens."""
+
+        def seconds(self, pack: Pack) -> float:
+            if world.rank == 1 and pack.tokens > 256 * pack.degree:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+            return 1.0
+
+        def peak_bytes(self) -> int:
+            return 0
+
+    bench: Any = Small()
+    cells, growth = _first_pass(bench, grid(2, 4096), _Budget(0.0, 1e12, lambda *_: None), world)
+    assert growth is None
+    both = [of_all_ranks(times[world.rank], clock, world.device) for clock in ("cpu", "wall")]
+    return both[0], both[1], [(cell.tokens, cell.degree) for cell in cells]
+
+
+def test_ranks_agree_on_times_and_on_what_fits() -> None:
+    """On cores the mean of the ranks, by the wall the slowest of each round; memory stops all of them."""
+    first, second = run_ranks(agree, 2, deadline_s=100)
+
+    assert first == second
+    on_cores, by_wall, cells = first
+    assert on_cores == [3.0, 3.0]  # medians of 2, 3, 3 and of 3, 3, 7
+    assert by_wall == [5.0, 4.0]  # of 3, 5, 5 and of 4, 4, 7
+    assert max(cells) == (256, 2)
 
 
 def test_one_rank_has_no_ring() -> None:
@@ -144,7 +184,7 @@ def test_training_plans_by_a_calibration(tmp_path: Path) -> None:
         setup = replace(SETUP, device=device, link=Link(1e12, 0.0))
         rows = [replace(row, seconds=slower * row.seconds) for row in tasks(replace(TRUTH, intra=setup.link))]
         path = tmp_path / f"{name}.json"
-        path.write_text(fit(rows, setup).to_json())
+        path.write_text(fit_calibration(rows, setup).to_json())
         changes: dict[str, Any] = {"parallel__hardware": str(path), "parallel__tokens_per_rank": 8000}
         changes |= {"run__folder": tmp_path / name, "run__steps": 1}
         configs.append(make_config(tmp_path, **changes))

@@ -1,6 +1,7 @@
 """Calibrations: coefficients come back from noisy times, files come back from JSON, bad input is named."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from flexcp.cost.calibration import (
     CALIBRATION_SCHEMA,
     Calibration,
     Setup,
-    fit,
+    fit_calibration,
     hardware_at,
     read_calibration,
 )
@@ -49,22 +50,25 @@ ONE_DOCUMENT = Path(__file__).parents[1] / "data" / "distca_attn_one_document.cs
 DISTCA = Path(__file__).parents[2].parent / "shared" / "data" / "distca_attn_dist_multimodal_64k.psv"
 
 
-def tasks(cost: CostModel = TRUTH, noise: float = 0.0, seed: int = 0) -> list[Measurement]:
-    """Lengths x samples x degrees, timed by a formula with Gaussian noise."""
+PACKS = tuple((tokens, samples) for tokens in (32, 128, 512, 1024, 2048, 4096) for samples in (1, 4))
+
+
+def tasks(
+    cost: CostModel = TRUTH, noise: float = 0.0, seed: int = 0, packs: Sequence[tuple[int, int]] = PACKS
+) -> list[Measurement]:
+    """Packs of so many tokens and samples x degrees, timed by a formula with Gaussian noise."""
     rng = np.random.default_rng(seed)
     rows = []
-    for tokens in (32, 128, 512, 1024, 2048, 4096):
-        for samples in (1, 4):
-            loads = [Load.of(Sample(0, tokens // samples), 0)] * samples
-            load = sum(loads, Load())
-            for degree in (1, 2, 3, 4):
-                seconds = cost.task_s(load, degree) * (1 + noise * rng.standard_normal())
-                rows.append(Measurement(load, degree, seconds))
+    for tokens, samples in packs:
+        load = sum([Load.of(Sample(0, tokens // samples), 0)] * samples, Load())
+        for degree in (1, 2, 3, 4):
+            seconds = cost.task_s(load, degree) * (1 + noise * rng.standard_normal())
+            rows.append(Measurement(load, degree, seconds))
     return rows
 
 
 def test_coefficients_come_back_exactly():
-    found = fit(tasks(), SETUP)
+    found = fit_calibration(tasks(), SETUP)
     expected = {term: pytest.approx(getattr(TRUTH, term), rel=1e-6) for term in TERMS}
     assert found.coefficients == expected
     assert found.error_max < 1e-6
@@ -75,7 +79,7 @@ def test_coefficients_come_back_exactly():
 @pytest.mark.parametrize("seed", range(3))
 def test_coefficients_come_back_from_noise(seed):
     """With 2 % of noise the error of a held-out task is about that, and every term that matters is near."""
-    found = fit(tasks(noise=0.02, seed=seed), SETUP, seed=seed)
+    found = fit_calibration(tasks(noise=0.02, seed=seed), SETUP, seed=seed)
     for term in ("pair_s", "token_s", "ring_step_s"):
         assert found.coefficients[term] == pytest.approx(getattr(TRUTH, term), rel=0.15), term
         assert found.spreads[term] < 0.15
@@ -86,12 +90,12 @@ def test_coefficients_come_back_where_communication_shows():
     """A slow link: the ring hides attention, not the other way round, and the fit finds out which rows."""
     slow = Link(bytes_per_s=5e7, latency_s=5e-4)
     cost = replace(TRUTH, intra=slow, inter=slow)
-    found = fit(tasks(cost), replace(SETUP, link=slow))
+    found = fit_calibration(tasks(cost), replace(SETUP, link=slow))
     assert found.coefficients == {term: pytest.approx(getattr(cost, term), rel=1e-4) for term in TERMS}
 
 
 def test_fitted_model_predicts_tasks_it_has_not_seen():
-    cost = fit(tasks(noise=0.02), SETUP).cost
+    cost = fit_calibration(tasks(noise=0.02), SETUP).cost
     load = sum((Load.of(Sample(0, n), 0) for n in (700, 90, 1500)), Load())
     for degree in (1, 2, 3):
         assert cost.task_s(load, degree) == pytest.approx(TRUTH.task_s(load, degree), rel=0.03)
@@ -100,7 +104,7 @@ def test_fitted_model_predicts_tasks_it_has_not_seen():
 def test_outlier_is_named_and_left_out():
     rows = tasks(noise=0.01)
     rows[17] = replace(rows[17], seconds=rows[17].seconds * 3)
-    found = fit(rows, SETUP)
+    found = fit_calibration(rows, SETUP)
     assert found.outliers == (str(rows[17]),)
     assert str(rows[17]).startswith("1 sample, 512 tokens, degree 2, ")
     assert found.measurements == len(rows) - 1
@@ -116,12 +120,44 @@ def test_link_from_messages():
         fit_link([8, 800], [1.0, 0.5])
 
 
+@pytest.mark.parametrize("value", [float("nan"), 0.0, -1.0, float("inf")])
+def test_impossible_time_of_a_message_is_named(value):
+    """Before a solver sees it; a negative one would pass it."""
+    with pytest.raises(InputError, match=f"a message of 800 bytes: a time of {value} s"):
+        fit_link([8, 800, 8000], [1.0, value, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("pick", "pair"),
+    [
+        (lambda row: row.degree == 2, "pack_s from ring_step_s"),
+        (lambda row: row.load.tokens == 32 * row.load.samples, "pair_s from token_s"),
+    ],
+)
+def test_terms_that_grow_together_are_named(pick, pair):
+    """Any share between them would fit: a degree alone, or samples of one length."""
+    packs = [*PACKS, *((32 * samples, samples) for samples in (1, 2, 3, 8))]
+    rows = [row for row in tasks(packs=packs) if pick(row)]
+    with pytest.raises(InputError, match=f"cannot tell {pair}"):
+        fit_calibration(rows, SETUP)
+
+
+def test_what_was_hardly_measured_is_noticed():
+    """Two lengths and two degrees under noise: a plan by it says so."""
+    packs = [(200, 1), (400, 1), (400, 2), (600, 3), (800, 2), (800, 4)]
+    rows = [row for row in tasks(noise=0.05, packs=packs) if row.degree < 3]
+    doubts = fit_calibration(rows, SETUP).notices(SHAPE, 400, 4, checkpointing=False)
+    assert any("hardly knows" in doubt and " ± " in doubt for doubt in doubts), doubts
+    poor = replace(fit_calibration(tasks(), SETUP), error_mean=0.2)
+    assert "by 20% on average" in poor.notices(SHAPE, 400, 4, checkpointing=False)[0]
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.5, 0.0])
 def test_impossible_time_names_its_row(value):
     rows = tasks()
     rows[4] = replace(rows[4], seconds=value)
     with pytest.raises(InputError, match=f"measurements, row 5: a time of {value} s"):
-        fit(rows, SETUP)
+        fit_calibration(rows, SETUP)
 
 
 @pytest.mark.parametrize(
@@ -139,12 +175,12 @@ def test_impossible_time_names_its_row(value):
 )
 def test_measurements_that_tell_nothing(pick, cause):
     with pytest.raises(InputError, match=cause) as caught:
-        fit(pick(tasks()), SETUP)
+        fit_calibration(pick(tasks()), SETUP)
     assert caught.value.remedy
 
 
 def test_file_comes_back(tmp_path):
-    calibration = fit(tasks(noise=0.02), SETUP)
+    calibration = fit_calibration(tasks(noise=0.02), SETUP)
     path = tmp_path / "calibration.json"
     path.write_text(calibration.to_json())
     assert read_calibration(path) == calibration
@@ -155,7 +191,7 @@ def test_file_comes_back(tmp_path):
 
 def test_stands_where_a_preset_stands():
     """At the measured shape the formula has the fitted coefficients; at another, they scale by counts."""
-    calibration = fit(tasks(), SETUP)
+    calibration = fit_calibration(tasks(), SETUP)
     for term in TERMS:
         assert getattr(calibration.cost, term) == pytest.approx(calibration.coefficients[term])
     deeper = cost_model(replace(SHAPE, layers=8), calibration.hardware, checkpointing=False)
@@ -166,7 +202,7 @@ def test_stands_where_a_preset_stands():
 def test_measured_memory_decides_how_many_tokens_a_rank_holds():
     """A token that takes a quarter more than counted: a fifth fewer fit; unmeasured, the count stands."""
     measured, counted = (
-        fit(tasks(), replace(SETUP, memory_bytes_per_token=value)).hardware
+        fit_calibration(tasks(), replace(SETUP, memory_bytes_per_token=value)).hardware
         for value in (1.25 * BYTES_PER_TOKEN, None)
     )
     assert (measured.token_scale, counted.token_scale) == (pytest.approx(1.25), 1.0)
@@ -175,32 +211,35 @@ def test_measured_memory_decides_how_many_tokens_a_rank_holds():
 
 
 def test_notices_name_what_is_extrapolated():
-    calibration = fit(tasks(), SETUP)
-    assert calibration.notices(replace(SHAPE, name="other"), 16_384, 16) == ()
-    heavy = fit(tasks(), replace(SETUP, memory_bytes_per_token=10 * BYTES_PER_TOKEN))
-    assert "10.0 times the bytes" in heavy.notices(SHAPE, 4096, 4)[0]
-    long, wide, other = calibration.notices(model_shape("qwen3-8b"), 16_385, 17)
+    calibration = fit_calibration(tasks(), SETUP)
+    assert calibration.notices(replace(SHAPE, name="other"), 16_384, 16, checkpointing=False) == ()
+    heavy = fit_calibration(tasks(), replace(SETUP, memory_bytes_per_token=10 * BYTES_PER_TOKEN))
+    assert "10.0 times the bytes" in heavy.notices(SHAPE, 4096, 4, checkpointing=False)[0]
+    long, wide, other = calibration.notices(model_shape("qwen3-8b"), 16_385, 17, checkpointing=False)
     assert "16,385 tokens, the calibration saw 4,096" in long
     assert "17 ranks, the calibration saw 4" in wide
     assert "another model (tiny, 4 layers x 128)" in other
-    [inside] = calibration.notices(SHAPE, 4096, 4, crosses_nodes=True)
+    [inside] = calibration.notices(SHAPE, 4096, 4, checkpointing=False, crosses_nodes=True)
     assert "inside one node: links between nodes are those of the preset cpu" in inside
-    across = fit(tasks(), replace(SETUP, inter_link=Link(1e8, 1e-3)))
-    assert across.notices(SHAPE, 4096, 4, crosses_nodes=True) == ()
+    across = fit_calibration(tasks(), replace(SETUP, inter_link=Link(1e8, 1e-3)))
+    assert across.notices(SHAPE, 4096, 4, checkpointing=False, crosses_nodes=True) == ()
 
 
 def test_links_between_nodes_are_measured_or_a_presets_and_never_the_faster():
-    measured = fit(tasks(), replace(SETUP, inter_link=Link(1e8, 1e-3)))
+    measured = fit_calibration(tasks(), replace(SETUP, inter_link=Link(1e8, 1e-3)))
     assert Calibration.from_json(measured.to_json()) == measured
     assert (measured.cost.inter, measured.cost.intra) == (Link(1e8, 1e-3), SETUP.link)
     cpu = hardware("cpu")
-    assert fit(tasks(), SETUP).cost.inter == Link(cpu.inter_bytes_per_s, cpu.inter_latency_s)
+    assert fit_calibration(tasks(), SETUP).cost.inter == Link(cpu.inter_bytes_per_s, cpu.inter_latency_s)
     slow = Link(1e3, 1.0)
-    assert fit(tasks(replace(TRUTH, intra=slow, inter=slow)), replace(SETUP, link=slow)).cost.inter == slow
+    assert (
+        fit_calibration(tasks(replace(TRUTH, intra=slow, inter=slow)), replace(SETUP, link=slow)).cost.inter
+        == slow
+    )
 
 
 def test_other_device_is_refused_by_name():
-    calibration = fit(tasks(), SETUP)
+    calibration = fit_calibration(tasks(), SETUP)
     calibration.require_device("cpu: a test")
     with pytest.raises(InputError, match="measured on cpu: a test, this rank runs on NVIDIA X"):
         calibration.require_device("NVIDIA X")
@@ -252,7 +291,7 @@ def test_other_device_is_refused_by_name():
     ],
 )
 def test_damaged_file_names_its_field(place, value, cause):
-    raw = json.loads(fit(tasks(), SETUP).to_json())
+    raw = json.loads(fit_calibration(tasks(), SETUP).to_json())
     *path, last = place.split(".")
     table = raw
     for part in path:
@@ -273,7 +312,7 @@ def test_truncated_or_absent_file(tmp_path):
     path = tmp_path / "calibration.json"
     with pytest.raises(InputError, match=r"calibration\.json cannot be read"):
         read_calibration(path)
-    path.write_text(fit(tasks(), SETUP).to_json()[:300])
+    path.write_text(fit_calibration(tasks(), SETUP).to_json()[:300])
     with pytest.raises(InputError, match=r"calibration\.json is not JSON"):
         read_calibration(path)
     path.write_text("[" * 100_000)
@@ -341,7 +380,7 @@ def test_a_fit_that_could_not_be_read_is_refused():
     """Reading it would refuse the file; better before it is written."""
     slow = replace(TRUTH, pair_s=1.0, token_s=1e4, sample_s=1e4, pack_s=5e6, ring_step_s=1e5)
     with pytest.raises(InputError, match=r"^pack_s came out as 5e\+06 s"):
-        fit(tasks(slow), SETUP)
+        fit_calibration(tasks(slow), SETUP)
 
 
 def test_thinned_distca_times_are_predicted():
@@ -351,6 +390,10 @@ def test_thinned_distca_times_are_predicted():
     assert (found.fitted_packs, found.unseen_packs, found.unseen_rows) == (10, 11, 176)
     assert found.error_mean < 0.03
     assert found.seconds([65_510, 26], 1, 1) == pytest.approx(0.19696, rel=0.03)
+    alone = max({row.lengths for row in rows}, key=lambda pack: abs(found.seconds(pack, 1, 1)))
+    strange = [replace(row, cp=64) if row.lengths == alone else row for row in rows]
+    with pytest.raises(InputError, match="cp 64 occurs only in packs that are held out"):
+        [fit_attention(strange, seed=seed) for seed in range(8)]
     with pytest.raises(InputError, match="cp 3 was not measured"):
         found.seconds([8], 1, 3)
 

@@ -171,6 +171,10 @@ def test_json_keeps_it_and_damage_is_refused():
         {"moment": [1e308] * 4},
         {"gram": [[1e308] * 4] * 4},
         {"gram": lopsided},
+        {"factors": ["x", 1, 1, 1]},
+        {"moment": None},
     ):
         with pytest.raises(InputError, match="damaged"):
             Correction.from_json({**kept, **damage})
+    with pytest.raises(InputError, match="damaged"):
+        Correction.from_json({name: value for name, value in kept.items() if name != "gram"})

@@ -11,7 +11,7 @@ from tests.unit.test_outputs import report
 
 from flexcp.core.errors import ConfigError
 from flexcp.core.model_shape import ModelShape
-from flexcp.cost.calibration import fit
+from flexcp.cost.calibration import fit_calibration
 from flexcp.cost.presets import hardware
 from flexcp.train.config import ParallelSection
 from flexcp.train.utilization import Utilization, peak_flops_per_s
@@ -62,7 +62,7 @@ def test_more_than_the_peak_is_a_notice_on_cpu() -> None:
 def test_the_peak_is_the_presets_or_what_the_user_says(tmp_path: Path) -> None:
     """A calibration holds rates that were reached: no peak, but on CPU that of the preset's core."""
     machine = tmp_path / "machine.json"
-    machine.write_text(fit(tasks(), SETUP).to_json())
+    machine.write_text(fit_calibration(tasks(), SETUP).to_json())
 
     assert peak_flops_per_s(ParallelSection(hardware="h100"), cpu=False, speed=1.0) == 989e12
     assert peak_flops_per_s(ParallelSection(), cpu=True, speed=0.5) == hardware("cpu").flops_per_s / 2

@@ -13,17 +13,19 @@ from flexcp.core.errors import ConfigError
 from flexcp.core.model_shape import model_shape
 from flexcp.cost import Link, hardware
 from flexcp.cost.attention_fit import AttentionFit, fit_attention
-from flexcp.cost.calibration import Calibration, Setup, fit
+from flexcp.cost.calibration import Setup
 from flexcp.cost.measurements import read_attention_times, read_measurements
+from flexcp.cost.profiled import Profiled
 
 
-def import_tasks(path: Path, model: str | None, hardware_name: str) -> Calibration:
+def import_tasks(path: Path, model: str | None, hardware_name: str, *, checkpointing: bool) -> Profiled:
     """Fit a table of task times.
 
     Args:
-        path: see `cost.measurements.read_measurements`; layers recomputed in the backward pass.
+        path: see `cost.measurements.read_measurements`.
         model: which model the tasks were of.
         hardware_name: the preset that ran them; links and memory are its own.
+        checkpointing: whether layers were recomputed in the backward pass.
 
     Raises:
         InputError: an option or a row cannot be used; it is named.
@@ -37,13 +39,13 @@ def import_tasks(path: Path, model: str | None, hardware_name: str) -> Calibrati
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         versions={"flexcp": version("flexcp")},
         model=shape,
-        checkpointing=True,
+        checkpointing=checkpointing,
         element_bytes=preset.element_bytes,
         link=Link(preset.intra_bytes_per_s, preset.intra_latency_s),
         memory_bytes=preset.memory_bytes,
         inter_link=Link(preset.inter_bytes_per_s, preset.inter_latency_s),
     )
-    return fit(read_measurements(path, encoder=shape.encoder is not None), setup)
+    return Profiled.of(read_measurements(path, encoder=shape.encoder is not None), setup)
 
 
 def show_attention(path: Path, console: Console) -> None:

@@ -58,7 +58,9 @@ class Holding:
     memory: str | None = None
     sharding: str | None = None
 
-    def tokens_per_rank(self, shape: ModelShape, hardware: Hardware, ranks: int) -> tuple[int, list[str]]:
+    def tokens_per_rank(
+        self, shape: ModelShape, hardware: Hardware, ranks: int, *, checkpointing: bool
+    ) -> tuple[int, list[str]]:
         """E as tokens, and how it came about where it was derived.
 
         Raises:
@@ -72,18 +74,20 @@ class Holding:
         sharding = _sharding("zero1" if self.sharding is None else self.sharding)
         if self.memory is not None:
             hardware = replace(hardware, memory_bytes=parse_bytes(self.memory, "--memory"))
-        tokens = tokens_per_rank(shape, hardware, ranks, sharding=sharding)
+        tokens = tokens_per_rank(shape, hardware, ranks, sharding=sharding, checkpointing=checkpointing)
         model = memory_model(
             shape,
             ranks,
             element_bytes=hardware.element_bytes,
             sharding=sharding,
+            checkpointing=checkpointing,
             token_scale=hardware.token_scale,
         )
         note = (
             f"{tokens:,} tokens a rank from {hardware.memory_bytes / 1e9:.1f} GB: "
             f"{model.states_bytes / 1e9:.1f} GB weights, gradients and optimizer ({sharding}), "
-            f"{model.peak_bytes(tokens) / 1e9:.1f} GB at the peak, with activation checkpointing."
+            f"{model.peak_bytes(tokens) / 1e9:.1f} GB at the peak, {'with' if checkpointing else 'without'} "
+            "activation checkpointing."
         )
         return tokens, [note]
 

@@ -22,6 +22,7 @@ from flexcp.cli.request import (
     CLUSTER,
     OUTPUT,
     POLICY,
+    Checkpointing,
     Column,
     HardwareName,
     LengthFiles,
@@ -68,6 +69,7 @@ def plan(
     tokens: TokensPerRank = None,
     memory: MemorySize = None,
     sharding: ShardingName = None,
+    checkpointing: Checkpointing = None,
     column: Column = None,
     global_batch: Annotated[
         int | None,
@@ -112,6 +114,7 @@ def plan(
         hardware_name=hardware_name,
         ranks_per_node=asked.ranks_per_node,
         holding=Holding(tokens, memory, sharding),
+        checkpointing=checkpointing,
         column=column,
         global_batch=asked.global_batch,
         steps=steps,

@@ -17,8 +17,8 @@ from flexcp.core.cluster import Cluster
 from flexcp.core.errors import ConfigError, UnknownNameError
 from flexcp.core.model_shape import MODEL_SHAPES, ModelShape, model_shape
 from flexcp.core.plan import Mode
-from flexcp.cost import HARDWARE, cost_model
-from flexcp.cost.calibration import hardware_at, is_calibration, read_calibration
+from flexcp.cost import HARDWARE, cost_model, hardware
+from flexcp.cost.calibration import Calibration, is_calibration, read_calibration
 from flexcp.planner import MODES
 
 CLUSTER, BATCH, POLICY, OUTPUT = "Model and cluster", "Global batch", "Policies", "Output"
@@ -33,6 +33,15 @@ HardwareName = Annotated[
     typer.Option(
         "--hardware",
         help=f"One of {', '.join(HARDWARE)}, or the .json of flexcp profile.",
+        rich_help_panel=CLUSTER,
+    ),
+]
+Checkpointing = Annotated[
+    bool | None,
+    typer.Option(
+        "--checkpointing/--no-checkpointing",
+        help="Whether layers are recomputed in the backward pass.",
+        show_default="yes, or as the calibration was measured",
         rich_help_panel=CLUSTER,
     ),
 ]
@@ -87,6 +96,7 @@ def read_request(
     hardware_name: str,
     ranks_per_node: int,
     holding: Holding,
+    checkpointing: bool | None,
     column: str | None,
     global_batch: int,
     steps: int,
@@ -103,12 +113,17 @@ def read_request(
     Raises:
         InputError: an option or a length cannot be used; it is named.
     """
-    shape, device = megatron.shape if megatron else model_shape(model), hardware_at(hardware_name)
+    shape = megatron.shape if megatron else model_shape(model)
+    calibration = read_calibration(Path(hardware_name)) if is_calibration(hardware_name) else None
+    device = calibration.hardware if calibration else hardware(hardware_name)
     if megatron:
         device = device.cell(megatron.tensor, megatron.pipeline)
+    if checkpointing is None:
+        checkpointing = calibration.setup.checkpointing if calibration else True
     _refuse_below_one(ranks=ranks, global_batch=global_batch, steps=steps)
-    per_rank, derived = holding.tokens_per_rank(shape, device, ranks)
-    setting = Setting(Cluster(ranks, per_rank, ranks_per_node), cost_model(shape, device), _mode(mode))
+    per_rank, derived = holding.tokens_per_rank(shape, device, ranks, checkpointing=checkpointing)
+    cost = cost_model(shape, device, checkpointing=checkpointing)
+    setting = Setting(Cluster(ranks, per_rank, ranks_per_node), cost, _mode(mode))
     given = read_inputs(lengths, column).encoded(shape, device)
     refuse_too_long(given, setting.cluster)
     batches = (EpochBatches if epochs else global_batches)(given, global_batch, steps, seed)
@@ -120,6 +135,7 @@ def read_request(
         "ranks": ranks,
         "ranks_per_node": ranks_per_node,
         "tokens_per_rank": per_rank,
+        "checkpointing": checkpointing,
         "global_batch": global_batch,
         "steps": len(batches),
         "seed": seed,
@@ -129,7 +145,7 @@ def read_request(
             *(megatron.notices if megatron else ()),
             *derived,
             *_notices(given, setting.cluster),
-            *_extrapolated(hardware_name, shape, given, setting.cluster),
+            *_doubts(calibration, shape, given, setting, checkpointing=checkpointing),
         ],
     }
     return Request(shape, setting, given, batches, inputs)
@@ -158,10 +174,22 @@ def _notices(given: Inputs, cluster: Cluster) -> list[str]:
     return [*given.notices, node]
 
 
-def _extrapolated(name: str, shape: ModelShape, given: Inputs, cluster: Cluster) -> tuple[str, ...]:
+def _doubts(
+    calibration: Calibration | None,
+    shape: ModelShape,
+    given: Inputs,
+    setting: Setting,
+    *,
+    checkpointing: bool,
+) -> tuple[str, ...]:
     """What a calibration did not see of what is planned; presets say nothing."""
-    if not is_calibration(name):
+    if calibration is None:
         return ()
-    crosses = cluster.ranks > cluster.ranks_per_node
-    calibration, longest = read_calibration(Path(name)), int(given.lengths.max())
-    return calibration.notices(shape, longest, cluster.ranks, crosses_nodes=crosses)
+    cluster = setting.cluster
+    return calibration.notices(
+        shape,
+        int(given.lengths.max()),
+        cluster.ranks,
+        checkpointing=checkpointing,
+        crosses_nodes=cluster.ranks > cluster.ranks_per_node,
+    )

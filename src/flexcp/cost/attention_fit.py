@@ -70,7 +70,7 @@ def fit_attention(rows: Sequence[AttentionTime], *, seed: int = 0) -> AttentionF
         seed: which packs are held out.
 
     Raises:
-        InputError: too few different packs, or all of one size.
+        InputError: too few different packs, all of one size, or a cp that only held-out packs have.
     """
     packs = sorted({row.lengths for row in rows})
     if len(packs) < _FEWEST_PACKS:
@@ -82,8 +82,14 @@ def fit_attention(rows: Sequence[AttentionTime], *, seed: int = 0) -> AttentionF
         raise InputError(f"all {len(packs)} packs have the same pairs", "Measure packs of different lengths.")
     shuffled = np.random.default_rng(seed).permutation(len(packs))
     fitted = {packs[index] for index in shuffled[: len(packs) // 2]}
-    degrees = sorted({row.cp for row in rows})
     known = np.array([row.lengths in fitted for row in rows])
+    degrees = sorted({row.cp for row in rows if row.lengths in fitted})
+    unknown = sorted({row.cp for row in rows} - set(degrees))
+    if unknown:
+        raise InputError(
+            f"cp {', '.join(map(str, unknown))} occurs only in packs that are held out (seed {seed})",
+            "Measure every cp on most packs, or leave its rows out.",
+        )
     seconds = np.array([row.seconds for row in rows])
     columns = _columns(rows, degrees)
     values = non_negative(columns[known], seconds[known])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ CLOCKS = ("cpu", "wall")
 
 _FAR = 4.0  # lengths beyond so many times the measured range are extrapolated
 _LEAST_S, _MOST_S = 1e-18, 1e6  # of a coefficient
+_POOR, _LOOSE = 0.15, 0.5  # errors and spreads from which a prediction is a guess
 _FAR_MEMORY = 2.0  # measured and counted memory that differ by more deserve a look
 
 
@@ -156,7 +157,13 @@ class Calibration:
             )
 
     def notices(
-        self, shape: ModelShape, longest_tokens: int, max_degree: int, *, crosses_nodes: bool = False
+        self,
+        shape: ModelShape,
+        longest_tokens: int,
+        max_degree: int,
+        *,
+        checkpointing: bool,
+        crosses_nodes: bool = False,
     ) -> tuple[str, ...]:
         """What the user should know before times are predicted far from what was measured.
 
@@ -164,9 +171,10 @@ class Calibration:
             shape: the model to plan for.
             longest_tokens: the longest sample.
             max_degree: the widest group that can occur.
+            checkpointing: whether layers will be recomputed in the backward pass.
             crosses_nodes: whether a group may have ranks of several nodes.
         """
-        found = []
+        found = list(self._uncertain())
         model = self.setup.model
         if longest_tokens > _FAR * self.longest_tokens:
             found.append(
@@ -183,6 +191,11 @@ class Calibration:
                 "The calibration was measured inside one node: links between nodes are those of the preset "
                 f"{self._preset.name}."
             )
+        if checkpointing != self.setup.checkpointing:
+            found.append(
+                f"The calibration was measured with{'' if self.setup.checkpointing else 'out'} recomputation "
+                "of layers: its times are scaled by counted operations."
+            )
         if replace(shape, name=model.name) != model:
             found.append(
                 f"The calibration is of another model ({model.name}, {model.layers} layers x {model.hidden})"
@@ -194,6 +207,20 @@ class Calibration:
                 "tokens per rank follow the measurement."
             )
         return tuple(found)
+
+    def _uncertain(self) -> Iterator[str]:
+        """What the measurements did not pin down."""
+        if self.error_mean > _POOR:
+            yield (
+                f"The calibration misses tasks that it was not fitted on by {self.error_mean:.0%} on average:"
+                " measure again on an idle machine."
+            )
+        loose = [term for term in TERMS if self.spreads[term] > _LOOSE and self.coefficients[term] > 0]
+        if loose:
+            moves = ", ".join(f"{term} ± {self.spreads[term]:.0%}" for term in loose)
+            yield (
+                f"The calibration hardly knows {moves}: measure more lengths, numbers of samples and degrees."
+            )
 
     def to_json(self) -> str:
         """The file's text; `from_json` reads it."""
@@ -225,7 +252,7 @@ class Calibration:
         return _Reader(raw, source).calibration()
 
 
-def fit(measurements: Sequence[Measurement], setup: Setup, *, seed: int = 0) -> Calibration:
+def fit_calibration(measurements: Sequence[Measurement], setup: Setup, *, seed: int = 0) -> Calibration:
     """Fit measured tasks; outliers are left out and named.
 
     Args:

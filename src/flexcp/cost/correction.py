@@ -7,6 +7,7 @@ start. Four factors suffice: on attention, on everything linear, on fixed costs,
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,7 @@ from flexcp.cost.model import CostModel, Link
 Array = npt.NDArray[np.float64]
 
 CORRECTION_SCHEMA = "flexcp.correction/1"
-TERMS = ("attention", "linear", "fixed", "traffic")
+FACTORS = ("attention", "linear", "fixed", "traffic")
 # A factor stays within these bounds, and changes by no more than this from step to step.
 MOST, MOST_A_STEP = 16.0, 1.5
 # What a step weighs beside the one after it; the pull towards the factors of the step before.
@@ -68,16 +69,16 @@ class Correction:
     """Factors on the coefficients of a cost model, and what they were learnt from.
 
     Attributes:
-        factors: by the order of `TERMS`; traffic divides bandwidths and multiplies latencies.
+        factors: by the order of `FACTORS`; traffic divides bandwidths and multiplies latencies.
         gram, moment: sums over the tasks seen, older steps weighing less: of x·xᵀ, shape (4, 4), and of
             x·t, shape (4,), where x holds the seconds of a task by term and t what was measured, both
             relative to what was expected.
         surprise: 1 or -1 where the last step was much longer or shorter as a whole than expected.
     """
 
-    factors: tuple[float, ...] = (1.0,) * len(TERMS)
-    gram: tuple[tuple[float, ...], ...] = ((0.0,) * len(TERMS),) * len(TERMS)
-    moment: tuple[float, ...] = (0.0,) * len(TERMS)
+    factors: tuple[float, ...] = (1.0,) * len(FACTORS)
+    gram: tuple[tuple[float, ...], ...] = ((0.0,) * len(FACTORS),) * len(FACTORS)
+    moment: tuple[float, ...] = (0.0,) * len(FACTORS)
     surprise: int = 0
 
     def apply(self, cost: CostModel) -> CostModel:
@@ -145,10 +146,10 @@ class Correction:
         Raises:
             InputError: another schema, or numbers that no update can have made.
         """
-        if values.get("schema") != CORRECTION_SCHEMA:
+        schema = values.get("schema") if isinstance(values, dict) else None
+        if schema != CORRECTION_SCHEMA:
             raise InputError(
-                f"the correction has schema {values.get('schema')!r}; this version reads "
-                f"{CORRECTION_SCHEMA!r}",
+                f"the correction has schema {reprlib.repr(schema)}; this version reads {CORRECTION_SCHEMA!r}",
                 "Continue with the version that wrote it, or without correction.",
             )
         try:
@@ -158,7 +159,7 @@ class Correction:
                 tuple(map(float, values["moment"])),
                 int(values["surprise"]),
             )
-        except OverflowError:
+        except (LookupError, TypeError, ValueError, OverflowError):
             made = cls(factors=())
         if not made.is_sound():
             raise InputError(f"the correction {json.dumps(values)[:80]} is damaged", "Continue without it.")
@@ -167,7 +168,7 @@ class Correction:
     def is_sound(self) -> bool:
         """Whether updates can have led here."""
         sizes = len(self.factors), len(self.moment), len(self.gram), *map(len, self.gram)
-        if sizes != (len(TERMS),) * (3 + len(self.gram)):
+        if sizes != (len(FACTORS),) * (3 + len(self.gram)):
             return False
         gram, numbers = np.array(self.gram), np.array([*self.moment, *np.ravel(self.gram)])
         bounded = all(1 / MOST <= factor <= MOST for factor in self.factors) and self.surprise in (-1, 0, 1)
@@ -179,7 +180,7 @@ class Correction:
         >>> print(Correction())
         attention ×1.00, linear ×1.00, fixed ×1.00, traffic ×1.00
         """
-        return ", ".join(f"{name} ×{factor:.2f}" for name, factor in zip(TERMS, self.factors, strict=True))
+        return ", ".join(f"{name} ×{factor:.2f}" for name, factor in zip(FACTORS, self.factors, strict=True))
 
 
 def _scaled(cost: CostModel, factors: Sequence[float]) -> CostModel:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcp.core.errors import InputError
-from flexcp.cost.measurements import Measurement, check_measurements
+from flexcp.cost.measurements import Measurement, check_measurements, check_seconds
 from flexcp.cost.model import Array, CostModel, Link
 
 TERMS = ("pair_s", "token_s", "sample_s", "pack_s", "ring_step_s")
@@ -22,6 +22,7 @@ FOLDS = 5
 _FEWEST = 2 * len(TERMS)
 _ROUNDS = 20  # of deciding where communication shows; a handful is enough
 _OUTLIER_SIGMAS, _OUTLIER_ERROR, _OUTLIER_SHARE = 5.0, 0.15, 0.1
+_OWN_SHARE = 0.02  # of a term's column that the other terms' do not explain; less drowns in noise
 _SIGMA_OF_MAD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
 
 _NO_WAIT = Link(bytes_per_s=float("inf"), latency_s=0.0)
@@ -35,15 +36,24 @@ class Fit:
         cost: the formula with the fitted coefficients.
         spreads: term to how far its value moves when a fifth of the rows is left out: the largest change
             over the value, 0 where both are 0.
-        error_mean, error_max: relative, each row predicted by a fit without its fold.
+        errors: position of a row to its relative error, predicted by a fit without its fold.
         outliers: rows that were left out of the fit and of the errors.
     """
 
     cost: CostModel
     spreads: dict[str, float]
-    error_mean: float
-    error_max: float
+    errors: dict[int, float]
     outliers: tuple[Measurement, ...]
+
+    @property
+    def error_mean(self) -> float:
+        """Of absolute errors."""
+        return sum(map(abs, self.errors.values())) / len(self.errors)
+
+    @property
+    def error_max(self) -> float:
+        """The worst."""
+        return max(map(abs, self.errors.values()))
 
 
 def fit_cost(rows: Sequence[Measurement], base: CostModel, *, seed: int = 0) -> Fit:
@@ -60,6 +70,7 @@ def fit_cost(rows: Sequence[Measurement], base: CostModel, *, seed: int = 0) -> 
     check_measurements(rows)
     _check_variety(rows)
     table = _Table(rows, base)
+    table.require_separable()
     kept = _inliers(table)
     values = table.fit(kept)
     if not (values[0] > 0 and values[1] > 0):
@@ -67,21 +78,18 @@ def fit_cost(rows: Sequence[Measurement], base: CostModel, *, seed: int = 0) -> 
         raise InputError(
             f"{term} came out as 0 from {len(rows)} measurements", "Measure longer samples, or more often."
         )
-    folds = _folds(rows, kept, seed)
-    errors: list[Array] = []
     changes = np.zeros(len(TERMS))
-    for fold in folds:
+    errors: dict[int, float] = {}
+    for fold in _folds(rows, kept, seed):
         others = table.fit(np.setdiff1d(kept, fold))
         changes = np.maximum(changes, np.abs(others - values))
-        errors.append(np.abs(table.relative(others)[fold]))
+        errors |= dict(zip(fold.tolist(), table.relative(others)[fold].tolist(), strict=True))
     spreads = np.divide(changes, values, out=np.where(changes > 0, 1.0, 0.0), where=values > 0)
-    held_out = np.concatenate(errors)
     return Fit(
         cost=_with_times(base, values),
         spreads={term: float(spread) for term, spread in zip(TERMS, spreads, strict=True)},
-        error_mean=float(held_out.mean()),
-        error_max=float(held_out.max()),
-        outliers=tuple(row for index, row in enumerate(rows) if index not in set(kept.tolist())),
+        errors=errors,
+        outliers=tuple(row for index, row in enumerate(rows) if index not in errors),
     )
 
 
@@ -89,8 +97,10 @@ def fit_link(message_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
     """Bandwidth and latency from times of messages of several sizes.
 
     Raises:
-        InputError: all of one size, or times that do not grow with it.
+        InputError: a time that is none, all of one size, or times that do not grow with it.
     """
+    for size, time_s in zip(message_bytes, seconds, strict=True):
+        check_seconds(time_s, f"a message of {size:,} bytes")
     if len(set(message_bytes)) < 2:
         raise InputError("messages of one size cannot tell bandwidth from latency", "Measure two sizes.")
     columns = np.stack([np.array(message_bytes, dtype=np.float64), np.ones(len(seconds))], axis=1)
@@ -128,6 +138,25 @@ class _Table:
         alone = [_with_times(waitless, unit).seconds(counts, degrees, False) for unit in units]
         self.columns: Array = np.stack(alone, axis=1)
         self.communication: Array = _with_times(base, 0 * units[0]).seconds(counts, degrees, False)
+
+    def require_separable(self) -> None:
+        """Refuse tasks of which one term is a mix of others: any share between them would fit as well.
+
+        Raises:
+            InputError: names the term and what it cannot be told from.
+        """
+        relative = self.columns / self.seconds[:, None]
+        units = relative / np.maximum(np.linalg.norm(relative, axis=0), 1e-300)
+        for index, term in enumerate(TERMS):
+            others = np.delete(units, index, axis=1)
+            weights, *_ = np.linalg.lstsq(others, units[:, index], rcond=None)
+            if np.linalg.norm(units[:, index] - others @ weights) < _OWN_SHARE:
+                names = [name for name in TERMS if name != term]
+                mixed = [name for name, part in zip(names, weights, strict=True) if abs(part) > _OWN_SHARE]
+                raise InputError(
+                    f"these tasks cannot tell {term} from {' and '.join(mixed)}: they grow together",
+                    "Measure more lengths, with one and with several samples, at degrees 1, 2 and more.",
+                )
 
     def fit(self, which: npt.NDArray[np.intp]) -> Array:
         """Coefficients from some of the rows.

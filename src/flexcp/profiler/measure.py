@@ -10,7 +10,6 @@ import math
 import os
 import platform
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -31,13 +30,33 @@ from flexcp.core.sample import Sample
 from flexcp.cost.fit import fit_link
 from flexcp.cost.model import Link, Load
 from flexcp.runtime.batches import make_micro_batch
+from flexcp.runtime.collectives import all_gather_rows
 from flexcp.runtime.launch import World
 from flexcp.runtime.step import loss_sum_of
 from flexcp.runtime.transport import Transport
 
-_MESSAGE_BYTES = (1 << 12, 1 << 18, 1 << 20, 1 << 22)
+_MESSAGE_BYTES = (1 << 12, 1 << 18, 1 << 20)  # and the longest of a ring
 _MESSAGE_REPEATS = 9
 _LEAST_GROWTH_BYTES = 2**24  # below, the allocator's own ups and downs show
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """What a task runs: samples, and on how many ranks."""
+
+    samples: tuple[Sample, ...]
+    degree: int
+    whole_below_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of all samples."""
+        return sum(sample.tokens for sample in self.samples)
+
+    @property
+    def load(self) -> Load:
+        """What the time formula sees of it."""
+        return Load.of_pack(self.samples, self.whole_below_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +75,15 @@ class Cell:
     whole: bool = False
 
     @property
-    def sequences(self) -> tuple[Sample, ...]:
-        """The samples of one pack; lengths differ by one at most."""
+    def pack(self) -> Pack:
+        """Lengths differ by one at most; none is cut, or all."""
         share, rest = divmod(self.tokens, self.samples)
         lengths = [share + (index < rest) for index in range(self.samples)]
-        return tuple(
+        samples = tuple(
             Sample(index, tokens, ((tokens // 4, tokens - tokens // 4),) if self.spans else ())
             for index, tokens in enumerate(lengths)
         )
-
-    @property
-    def whole_below_tokens(self) -> int:
-        """Shorter samples are not cut: none of them, or all."""
-        return self.tokens + 1 if self.whole else 0
-
-    @property
-    def load(self) -> Load:
-        """What the time formula sees of it."""
-        return Load.of_pack(self.sequences, self.whole_below_tokens)
+        return Pack(samples, self.degree, self.tokens + 1 if self.whole else 0)
 
 
 class Bench:
@@ -96,9 +106,9 @@ class Bench:
         """`cpu` or `wall`, see the module."""
         return "cpu" if self._world.device.type == "cpu" else "wall"
 
-    def seconds(self, cell: Cell) -> float:
-        """Run one pack of a cell in every group that the ranks can form; NaN on a rank that is left over."""
-        plan = _plan(cell, self._world.size)
+    def seconds(self, pack: Pack) -> float:
+        """Run a pack in every group that the ranks can form; NaN on a rank that is left over."""
+        plan = _plan(pack, self._world.size)
         mine = plan.tasks_of(self._world.rank)
         dist.barrier()
         if not mine:
@@ -113,19 +123,23 @@ class Bench:
         begun_s = self._now_s()
         with torch.autocast(device, self._cast, enabled=self._cast is not None):
             output = self._model(**micro.inputs)
-        (loss_sum_of(output, micro) / cell.tokens).backward()  # type: ignore[no-untyped-call]
+        (loss_sum_of(output, micro) / pack.tokens).backward()  # type: ignore[no-untyped-call]
         seconds = self._now_s() - begun_s
         # Gradients stay allocated, as between the tasks of a step: adding to them is part of a task.
         self._model.zero_grad(set_to_none=False)
         return seconds
 
-    def link(self, *, across: bool = False) -> Link:
+    def link(self, longest_bytes: int, *, across: bool = False) -> Link:
         """Bandwidth and latency of messages by the transport of the rings.
 
         To the next rank of the node, or to the same place in the next node.
+
+        Args:
+            longest_bytes: of a message of a ring; bandwidth counts there.
+            across: between nodes.
         """
-        medians = [self._message_s(size, across) for size in _MESSAGE_BYTES]
-        return fit_link(_MESSAGE_BYTES, medians)
+        sizes = (*_MESSAGE_BYTES, max(longest_bytes, 4 * _MESSAGE_BYTES[-1]))
+        return fit_link(sizes, [self._message_s(size, across) for size in sizes])
 
     def _message_s(self, message_bytes: int, across: bool) -> float:
         rank, local = self._world.rank, self._world.local_size
@@ -144,10 +158,7 @@ class Bench:
             begun_s = self._now_s()
             exchange.post([(leaving, following)], [(arriving, previous)]).wait()
             times.append(self._now_s() - begun_s)
-        # Every rank must come to the same link; the mean of the ranks is one number for all.
-        mean = torch.tensor(statistics.median(times), dtype=torch.float64, device=self._world.device)
-        dist.all_reduce(mean)
-        return float(mean) / len(ranks)
+        return of_all_ranks([times], self.clock, self._world.device)[0]
 
     def _now_s(self) -> float:
         if self._world.device.type == "cpu":
@@ -162,6 +173,23 @@ class Bench:
         return _peak_resident_bytes()
 
 
+def of_all_ranks(times: Sequence[Sequence[float]], clock: str, device: torch.device) -> list[float]:
+    """One time a row, the same on all ranks: the median of its repetitions.
+
+    Of one repetition, the mean of the ranks' times on cores; or the longest wall time, as a group is as slow
+    as its slowest member.
+
+    Args:
+        times: one row a task, one entry a repetition; NaN where this rank had no part.
+        clock: see `Bench.clock`.
+        device: of the collective.
+    """
+    mine = torch.tensor(np.array(times), dtype=torch.float64, device=device)
+    ranks = all_gather_rows(mine, "profiling").cpu().numpy()
+    combined = np.nanmean(ranks, axis=0) if clock == "cpu" else np.nanmax(ranks, axis=0)
+    return [float(seconds) for seconds in np.median(combined, axis=1)]
+
+
 def _peak_resident_bytes() -> int:
     """Of this program alone: what `getrusage` says on Linux includes the process that started it."""
     status = Path("/proc/self/status")
@@ -174,29 +202,30 @@ def _peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _plan(cell: Cell, ranks: int) -> Plan:
+def _plan(pack: Pack, ranks: int) -> Plan:
     """As many groups side by side as there are ranks for, as in training; each has a pack of its own."""
-    groups = ranks // cell.degree
+    groups, size = ranks // pack.degree, len(pack.samples)
     if not groups:
         raise InputError(
-            f"degree {cell.degree} needs more than the {ranks} ranks there are", "Launch more ranks."
+            f"degree {pack.degree} needs more than the {ranks} ranks there are", "Launch more ranks."
         )
-    pack = cell.sequences
     samples = tuple(
-        replace(sample, id=group * len(pack) + sample.id) for group in range(groups) for sample in pack
+        replace(sample, id=group * size + index)
+        for group in range(groups)
+        for index, sample in enumerate(pack.samples)
     )
     tasks = tuple(
         Task(
-            samples=tuple(range(group * len(pack), (group + 1) * len(pack))),
-            ranks=tuple(range(group * cell.degree, (group + 1) * cell.degree)),
+            samples=tuple(range(group * size, (group + 1) * size)),
+            ranks=tuple(range(group * pack.degree, (group + 1) * pack.degree)),
             wave=0,
             start_s=0.0,
             end_s=0.0,
         )
         for group in range(groups)
     )
-    cluster = Cluster(ranks, cell.tokens)
-    return Plan("profile", "free-running", cluster, cell.whole_below_tokens, samples, tasks, 0.0)
+    cluster = Cluster(ranks, pack.tokens)
+    return Plan("profile", "free-running", cluster, pack.whole_below_tokens, samples, tasks, 0.0)
 
 
 def device_name(device: torch.device) -> str:

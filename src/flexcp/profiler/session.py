@@ -5,19 +5,20 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 
-import numpy as np
 import torch
 
 from flexcp.core.errors import InputError
 from flexcp.core.model_shape import ModelShape
-from flexcp.cost.calibration import Calibration, Setup, fit
+from flexcp.cost.calibration import Setup
 from flexcp.cost.measurements import Measurement
-from flexcp.profiler.measure import Bench, Cell, device_name, growth_per_token, memory_bytes
+from flexcp.cost.profiled import Profiled
+from flexcp.profiler.measure import Bench, Cell, device_name, growth_per_token, memory_bytes, of_all_ranks
 from flexcp.runtime.collectives import all_gather_rows, broadcast_text
 from flexcp.runtime.launch import World
+from flexcp.runtime.rank_process import is_out_of_memory
 
 # Called with (what is being done, share of the budget that is spent).
 Progress = Callable[[str, float], None]
@@ -53,11 +54,12 @@ def profile(
     longest_tokens: int,
     budget_s: float,
     progress: Progress = lambda what, share: None,
-) -> Calibration:
-    """Measure and fit. All ranks call it, and all get the same calibration.
+) -> Profiled:
+    """Measure and fit. All ranks call it, and all get the same answer.
 
-    A first pass goes from short to long until a seventh of the budget is spent; the rest repeats what it
-    reached, round after round, so that a slow spell of the machine touches every task alike. Medians count.
+    A first pass goes from short to long until a fifth of the budget or the memory is spent; the rest repeats
+    what it reached, round after round, so that a slow spell of the machine touches every task alike. Medians
+    count.
 
     Args:
         world: this rank.
@@ -65,7 +67,7 @@ def profile(
         subject: what the tasks are of.
         longest_tokens: no sample is longer.
         budget_s: seconds to spend.
-        progress: called on every rank after each task.
+        progress: called on every rank before each task, and before each round of repetitions.
 
     Raises:
         InputError: one rank alone, or a budget that is too short to tell the coefficients apart.
@@ -74,30 +76,35 @@ def profile(
         raise InputError("one rank has no ring to measure", "Profile with --nproc 2 or more.")
     begun_s = time.monotonic()
     progress("links", 0.0)
-    nodes = world.size // world.local_size
-    link = bench.link(across=world.local_size == 1)
-    inter_link = bench.link(across=True) if nodes > 1 else None
+    setup = _setup(world, bench, subject, longest_tokens)
     clock = _Budget(begun_s, budget_s, progress)
-    cells, peaks = _first_pass(bench, grid(world.size, longest_tokens), clock)
+    cells, per_token = _first_pass(bench, grid(world.size, longest_tokens), clock, world)
+    packs = [cell.pack for cell in cells]
     rounds: list[list[float]] = []
     while len(rounds) < _MOST_ROUNDS and (len(rounds) < _FEWEST_ROUNDS or clock.left("repeating")):
-        rounds.append([bench.seconds(cell) for cell in cells])
-    times = _agreed(rounds, bench.clock, world.device)
-    setup = Setup(
+        rounds.append([bench.seconds(pack) for pack in packs])
+    times = of_all_ranks(list(zip(*rounds, strict=True)), bench.clock, world.device)
+    tasks = [Measurement(pack.load, pack.degree, took) for pack, took in zip(packs, times, strict=True)]
+    return Profiled.of(tasks, replace(setup, memory_bytes_per_token=per_token))
+
+
+def _setup(world: World, bench: Bench, subject: Subject, longest_tokens: int) -> Setup:
+    """What is known before any task runs; the links are measured here."""
+    shape = subject.shape
+    longest_bytes = longest_tokens * 2 * shape.kv_heads * shape.head_dim * subject.element_bytes
+    several_nodes = world.size > world.local_size
+    return Setup(
         device=device_name(world.device),
         clock=bench.clock,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         versions={"flexcp": version("flexcp"), "torch": str(torch.__version__)},
-        model=subject.shape,
+        model=shape,
         checkpointing=subject.checkpointing,
         element_bytes=subject.element_bytes,
-        link=link,
+        link=bench.link(longest_bytes, across=world.local_size == 1),
         memory_bytes=memory_bytes(world),
-        memory_bytes_per_token=_largest(growth_per_token(*peaks), world.device),
-        inter_link=inter_link,
+        inter_link=bench.link(longest_bytes, across=True) if several_nodes else None,
     )
-    rows = [Measurement(cell.load, cell.degree, seconds) for cell, seconds in zip(cells, times, strict=True)]
-    return fit(rows, setup)
 
 
 def grid(ranks: int, longest_tokens: int) -> list[Cell]:
@@ -143,36 +150,40 @@ class _Budget:
 
 
 def _first_pass(
-    bench: Bench, cells: Sequence[Cell], clock: _Budget
-) -> tuple[list[Cell], tuple[list[int], list[int]]]:
-    """Warm up from short to long until the share is spent; cells that ran, and peak memory by tokens."""
+    bench: Bench, cells: Sequence[Cell], clock: _Budget, world: World
+) -> tuple[list[Cell], float | None]:
+    """Warm up from short to long until the share of the budget, or the memory of a rank, is spent.
+
+    Returns:
+        The cells that ran, and by how many bytes the peak grew per token on the rank where it grew most.
+    """
     reached: list[Cell] = []
     tokens: list[int] = []
     peaks: list[int] = []
     for cell in cells:
         if not clock.left("first pass", _FIRST_PASS_SHARE) and len({c.tokens for c in reached}) > 1:
             break
-        bench.seconds(cell)
+        if not _fits(bench, cell, world):
+            break
         reached.append(cell)
         if cell == Cell(cell.tokens, 1, 1):
             tokens.append(cell.tokens)
             peaks.append(bench.peak_bytes())
-    return reached, (tokens, peaks)
+    growth = torch.tensor([growth_per_token(tokens, peaks) or 0.0], dtype=torch.float64, device=world.device)
+    return reached, float(all_gather_rows(growth, "profiling").max()) or None
 
 
-def _agreed(rounds: Sequence[Sequence[float]], clock: str, device: torch.device) -> list[float]:
-    """One time per cell, the same on all ranks.
+def _fits(bench: Bench, cell: Cell, world: World) -> bool:
+    """Run a cell once; whether the memory of all ranks sufficed.
 
-    Medians over rounds, then over ranks the mean of the time on cores, or the longest wall time: a group is
-    as slow as its slowest member.
+    Of each length the cell on one rank comes first. It takes the most memory, and no neighbour waits for it.
     """
-    mine = torch.tensor(np.median(np.array(rounds), axis=0), dtype=torch.float64, device=device)
-    ranks = all_gather_rows(mine, "profiling").cpu().numpy()
-    combined = np.nanmean(ranks, axis=0) if clock == "cpu" else np.nanmax(ranks, axis=0)
-    return [float(seconds) for seconds in combined]
-
-
-def _largest(growth: float | None, device: torch.device) -> float | None:
-    """Of all ranks, the one that grew most decides what a rank can hold."""
-    mine = torch.tensor([growth or 0.0], dtype=torch.float64, device=device)
-    return float(all_gather_rows(mine, "profiling").max()) or None
+    fits = True
+    try:
+        bench.seconds(cell.pack)
+    except (MemoryError, RuntimeError) as error:
+        if cell.degree > 1 or not is_out_of_memory(error):
+            raise
+        fits = False
+    said = torch.tensor([fits], dtype=torch.float64, device=world.device)
+    return bool(all_gather_rows(said, "profiling").all())

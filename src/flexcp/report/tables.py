@@ -87,11 +87,13 @@ def format_seconds(seconds: float) -> str:
 
     >>> format_seconds(3.2149), format_seconds(0.0421), format_seconds(0.00000731), format_seconds(187.2)
     ('3.21 s', '42.1 ms', '7.31 µs', '187 s')
+    >>> format_seconds(2.7e-7), format_seconds(4e-12), format_seconds(0.0)
+    ('270 ns', '4.00 ps', '0 s')
     """
-    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")):
         if seconds >= scale:
             return f"{_three_digits(seconds / scale)} {unit}"
-    return f"{_three_digits(seconds / 1e-6)} µs"
+    return f"{_three_digits(seconds / 1e-12)} ps" if seconds else "0 s"
 
 
 def _three_digits(value: float) -> str:

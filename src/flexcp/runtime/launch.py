@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous as store_at
 
 from flexcp.core.errors import ConfigError, FlexCPError, InputError, RankLostError, RunError
 from flexcp.runtime.rank_process import (
@@ -37,7 +36,6 @@ from flexcp.runtime.rank_process import (
     result_of,
     watch,
 )
-from flexcp.runtime.rendezvous import store_of_this_start
 from flexcp.runtime.status import last_words, leave_word
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -74,22 +72,18 @@ def joined_world(
     makes is used. Collectives that wait longer than `timeout_s` seconds end with an error.
     """
     local_rank, local_size = rank, size
-    timeout = timedelta(seconds=timeout_s)
-    if rendezvous is not None:
-        store, _, _ = next(store_at(f"file://{rendezvous}", rank, size))
-    else:
-        local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        shared, rank, size = next(store_at("env://", timeout=timeout))
-        store = store_of_this_start(shared, rank, size, timeout_s)
+    if rendezvous is None:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     device = _device(local_rank)
     backend = "gloo" if device.type == "cpu" else None  # None: torch picks by device (NCCL, HCCL, …)
     dist.init_process_group(
         backend,
-        store=store,
+        init_method=f"file://{rendezvous}" if rendezvous is not None else "env://",
         rank=rank,
         world_size=size,
-        timeout=timeout,
+        timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type != "cpu" else None,
     )
     yield World(rank, size, local_size, device)

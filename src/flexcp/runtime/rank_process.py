@@ -124,14 +124,18 @@ class RankProcess:
 
 def result_of(error: BaseException, trace: str) -> Result:
     """What a rank says of an error at its end."""
-    out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
     return Result(
         error=error if isinstance(error, FlexCPError) else None,
         trace=trace,
         summary=f"{type(error).__name__}: {error}".splitlines()[0],
         about_others=_is_about_others(error),
-        out_of_memory=out_of_memory,
+        out_of_memory=is_out_of_memory(error),
     )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether host or device had no memory left; torch's allocator of the host only says so in words."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 def _is_about_others(error: BaseException) -> bool:

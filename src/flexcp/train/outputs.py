@@ -22,7 +22,7 @@ from flexcp.core.layout import default_whole_below_tokens
 from flexcp.core.metrics import StepReport
 from flexcp.core.run_folder import RunInfo, metrics_path, trace_path
 from flexcp.core.trace import read_spans, to_perfetto
-from flexcp.cost.correction import TERMS, Correction
+from flexcp.cost.correction import FACTORS, Correction
 from flexcp.planner import Planner
 from flexcp.report.advice import advice, figures_of
 from flexcp.report.summary import STEP_HEADER, step_line, summary
@@ -129,7 +129,7 @@ class Outputs:
         record = {**report.to_record(), "lr": lr}
         if correction is not None:
             self._correction = correction
-            record["cost_factors"] = dict(zip(TERMS, correction.factors, strict=True))
+            record["cost_factors"] = dict(zip(FACTORS, correction.factors, strict=True))
             self._log(
                 report.step, {f"cost/{name}": factor for name, factor in record["cost_factors"].items()}
             )
@@ -183,7 +183,7 @@ class Outputs:
     def _conclude(self, eval_losses: dict[int, float]) -> None:
         """What the run came to, where the time went, and what to do about it."""
         figures = figures_of(self._reports)
-        learnt = dict(zip(TERMS, self._correction.factors, strict=True)) if self._correction else {}
+        learnt = dict(zip(FACTORS, self._correction.factors, strict=True)) if self._correction else {}
         self._console.print(summary(self._reports, eval_losses, figures, learnt))
         if self._info is not None:
             for text in advice(figures, self._info):

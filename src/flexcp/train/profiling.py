@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flexcp.core.errors import ConfigError
-from flexcp.cost.calibration import Calibration
+from flexcp.cost.profiled import Profiled
 from flexcp.integrations.transformers import enable, shape_of
 from flexcp.profiler.measure import Bench
 from flexcp.profiler.session import Subject, profile
@@ -19,7 +19,7 @@ from flexcp.train.model import build_model, compute_dtype, model_config
 
 def profile_rank(
     world: World, config: TrainConfig, longest_tokens: int, budget_s: float, shown: bool
-) -> Calibration | None:
+) -> Profiled | None:
     """Measure on one rank; all ranks call it with the same arguments, and rank 0 gets the answer.
 
     Args:

@@ -294,7 +294,10 @@ def _calibration_notices(config: TrainConfig, corpus: Corpus, world: World) -> t
     calibration.require_device(device_name(world.device))
     shape = shape_of(model_config(config.model, corpus.vocab, corpus.longest))
     crosses = world.size > config.parallel.ranks_per_node
-    return calibration.notices(shape, corpus.longest, world.size, crosses_nodes=crosses)
+    checkpointing = config.run.gradient_checkpointing
+    return calibration.notices(
+        shape, corpus.longest, world.size, checkpointing=checkpointing, crosses_nodes=crosses
+    )
 
 
 def _optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:
