@@ -21,6 +21,7 @@ from flexcp.cost.calibration import (
     hardware_at,
     read_calibration,
 )
+from flexcp.cost.doubts import doubts
 from flexcp.cost.fit import TERMS, fit_link
 from flexcp.cost.measurements import (
     COLUMNS,
@@ -146,10 +147,10 @@ def test_what_was_hardly_measured_is_noticed():
     """Two lengths and two degrees under noise: a plan by it says so."""
     packs = [(200, 1), (400, 1), (400, 2), (600, 3), (800, 2), (800, 4)]
     rows = [row for row in tasks(noise=0.05, packs=packs) if row.degree < 3]
-    doubts = fit_calibration(rows, SETUP).notices(SHAPE, 400, 4, checkpointing=False)
-    assert any("hardly knows" in doubt and " ± " in doubt for doubt in doubts), doubts
+    found = doubts(fit_calibration(rows, SETUP), SHAPE, 400, 4, checkpointing=False)
+    assert any("hardly knows" in doubt and " ± " in doubt for doubt in found), found
     poor = replace(fit_calibration(tasks(), SETUP), error_mean=0.2)
-    assert "by 20% on average" in poor.notices(SHAPE, 400, 4, checkpointing=False)[0]
+    assert "by 20% on average" in doubts(poor, SHAPE, 400, 4, checkpointing=False)[0]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.5, 0.0])
@@ -212,17 +213,17 @@ def test_measured_memory_decides_how_many_tokens_a_rank_holds():
 
 def test_notices_name_what_is_extrapolated():
     calibration = fit_calibration(tasks(), SETUP)
-    assert calibration.notices(replace(SHAPE, name="other"), 16_384, 16, checkpointing=False) == ()
+    assert doubts(calibration, replace(SHAPE, name="other"), 16_384, 16, checkpointing=False) == ()
     heavy = fit_calibration(tasks(), replace(SETUP, memory_bytes_per_token=10 * BYTES_PER_TOKEN))
-    assert "10.0 times the bytes" in heavy.notices(SHAPE, 4096, 4, checkpointing=False)[0]
-    long, wide, other = calibration.notices(model_shape("qwen3-8b"), 16_385, 17, checkpointing=False)
+    assert "10.0 times the bytes" in doubts(heavy, SHAPE, 4096, 4, checkpointing=False)[0]
+    long, wide, other = doubts(calibration, model_shape("qwen3-8b"), 16_385, 17, checkpointing=False)
     assert "16,385 tokens, the calibration saw 4,096" in long
     assert "17 ranks, the calibration saw 4" in wide
     assert "another model (tiny, 4 layers x 128)" in other
-    [inside] = calibration.notices(SHAPE, 4096, 4, checkpointing=False, crosses_nodes=True)
+    [inside] = doubts(calibration, SHAPE, 4096, 4, checkpointing=False, crosses_nodes=True)
     assert "inside one node: links between nodes are those of the preset cpu" in inside
     across = fit_calibration(tasks(), replace(SETUP, inter_link=Link(1e8, 1e-3)))
-    assert across.notices(SHAPE, 4096, 4, checkpointing=False, crosses_nodes=True) == ()
+    assert doubts(across, SHAPE, 4096, 4, checkpointing=False, crosses_nodes=True) == ()
 
 
 def test_links_between_nodes_are_measured_or_a_presets_and_never_the_faster():

@@ -19,6 +19,7 @@ from flexcp.core.model_shape import MODEL_SHAPES, ModelShape, model_shape
 from flexcp.core.plan import Mode
 from flexcp.cost import HARDWARE, cost_model, hardware
 from flexcp.cost.calibration import Calibration, is_calibration, read_calibration
+from flexcp.cost.doubts import doubts
 from flexcp.planner import MODES
 
 CLUSTER, BATCH, POLICY, OUTPUT = "Model and cluster", "Global batch", "Policies", "Output"
@@ -186,7 +187,8 @@ def _doubts(
     if calibration is None:
         return ()
     cluster = setting.cluster
-    return calibration.notices(
+    return doubts(
+        calibration,
         shape,
         int(given.lengths.max()),
         cluster.ranks,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,7 @@ from flexcp.cost.presets import Hardware, hardware
 CALIBRATION_SCHEMA = "flexcp.calibration/2"
 CLOCKS = ("cpu", "wall")
 
-_FAR = 4.0  # lengths beyond so many times the measured range are extrapolated
 _LEAST_S, _MOST_S = 1e-18, 1e6  # of a coefficient
-_POOR, _LOOSE = 0.15, 0.5  # errors and spreads from which a prediction is a guess
-_FAR_MEMORY = 2.0  # measured and counted memory that differ by more deserve a look
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ class Calibration:
         """
         setup, shape, own = self.setup, self.setup.model, self.coefficients
         passes = 3 if setup.checkpointing else 2
-        preset = self._preset
+        preset = self.link_preset
         inter = setup.inter_link or Link(preset.inter_bytes_per_s, preset.inter_latency_s)
         rate = flops_per_token(shape, checkpointing=setup.checkpointing) / own["token_s"]
         pair_rate = flops_per_pair(shape, checkpointing=setup.checkpointing) / own["pair_s"]
@@ -120,16 +117,16 @@ class Calibration:
             sample_overhead_s=own["sample_s"] / shape.layers,
             element_bytes=setup.element_bytes,
             origin=f"Measured on {setup.date} with {self.measurements} tasks of {shape.name}.",
-            token_scale=self._token_scale,
+            token_scale=self.token_scale,
         )
 
     @property
-    def _preset(self) -> Hardware:
+    def link_preset(self) -> Hardware:
         """Where links between nodes are taken from that nobody measured."""
         return hardware("cpu" if self.setup.clock == "cpu" else "h100")
 
     @property
-    def _token_scale(self) -> float:
+    def token_scale(self) -> float:
         """Measured over counted bytes of a token; 1 where memory was not seen to grow."""
         setup = self.setup
         if setup.memory_bytes_per_token is None:
@@ -154,72 +151,6 @@ class Calibration:
             raise InputError(
                 f"the calibration was measured on {self.setup.device}, this rank runs on {device}",
                 "Run flexcp profile on this machine.",
-            )
-
-    def notices(
-        self,
-        shape: ModelShape,
-        longest_tokens: int,
-        max_degree: int,
-        *,
-        checkpointing: bool,
-        crosses_nodes: bool = False,
-    ) -> tuple[str, ...]:
-        """What the user should know before times are predicted far from what was measured.
-
-        Args:
-            shape: the model to plan for.
-            longest_tokens: the longest sample.
-            max_degree: the widest group that can occur.
-            checkpointing: whether layers will be recomputed in the backward pass.
-            crosses_nodes: whether a group may have ranks of several nodes.
-        """
-        found = list(self._uncertain())
-        model = self.setup.model
-        if longest_tokens > _FAR * self.longest_tokens:
-            found.append(
-                f"The longest sample has {longest_tokens:,} tokens, the calibration saw "
-                f"{self.longest_tokens:,}: times of long samples are extrapolated."
-            )
-        if max_degree > _FAR * max(self.degrees):
-            found.append(
-                f"Groups may have {max_degree} ranks, the calibration saw {max(self.degrees)}: "
-                "times of wide groups are extrapolated."
-            )
-        if crosses_nodes and self.setup.inter_link is None:
-            found.append(
-                "The calibration was measured inside one node: links between nodes are those of the preset "
-                f"{self._preset.name}."
-            )
-        if checkpointing != self.setup.checkpointing:
-            found.append(
-                f"The calibration was measured with{'' if self.setup.checkpointing else 'out'} recomputation "
-                "of layers: its times are scaled by counted operations."
-            )
-        if replace(shape, name=model.name) != model:
-            found.append(
-                f"The calibration is of another model ({model.name}, {model.layers} layers x {model.hidden})"
-                ": its times are scaled by counted operations."
-            )
-        if not 1 / _FAR_MEMORY <= self._token_scale <= _FAR_MEMORY:
-            found.append(
-                f"A token was measured to take {self._token_scale:.1f} times the bytes that are counted: "
-                "tokens per rank follow the measurement."
-            )
-        return tuple(found)
-
-    def _uncertain(self) -> Iterator[str]:
-        """What the measurements did not pin down."""
-        if self.error_mean > _POOR:
-            yield (
-                f"The calibration misses tasks that it was not fitted on by {self.error_mean:.0%} on average:"
-                " measure again on an idle machine."
-            )
-        loose = [term for term in TERMS if self.spreads[term] > _LOOSE and self.coefficients[term] > 0]
-        if loose:
-            moves = ", ".join(f"{term} ± {self.spreads[term]:.0%}" for term in loose)
-            yield (
-                f"The calibration hardly knows {moves}: measure more lengths, numbers of samples and degrees."
             )
 
     def to_json(self) -> str:

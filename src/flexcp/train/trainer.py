@@ -26,6 +26,7 @@ from flexcp.core.model_shape import ModelShape
 from flexcp.core.run_folder import trace_path
 from flexcp.core.trace import TraceWriter
 from flexcp.cost.calibration import hardware_at, is_calibration, read_calibration
+from flexcp.cost.doubts import doubts
 from flexcp.cost.memory import tokens_per_rank
 from flexcp.cost.model import cost_model
 from flexcp.integrations.transformers import blocks_of, enable, shape_of
@@ -295,8 +296,8 @@ def _calibration_notices(config: TrainConfig, corpus: Corpus, world: World) -> t
     shape = shape_of(model_config(config.model, corpus.vocab, corpus.longest))
     crosses = world.size > config.parallel.ranks_per_node
     checkpointing = config.run.gradient_checkpointing
-    return calibration.notices(
-        shape, corpus.longest, world.size, checkpointing=checkpointing, crosses_nodes=crosses
+    return doubts(
+        calibration, shape, corpus.longest, world.size, checkpointing=checkpointing, crosses_nodes=crosses
     )
 
 
