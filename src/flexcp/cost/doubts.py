@@ -52,8 +52,8 @@ def doubts(
         )
     if checkpointing != calibration.setup.checkpointing:
         found.append(
-            f"The calibration was measured with{'' if calibration.setup.checkpointing else 'out'} recomputation "
-            "of layers: its times are scaled by counted operations."
+            f"The calibration was measured with{'' if calibration.setup.checkpointing else 'out'} "
+            "recomputation of layers: its times are scaled by counted operations."
         )
     if replace(shape, name=model.name) != model:
         found.append(
@@ -72,12 +72,11 @@ def _uncertain(calibration: Calibration) -> Iterator[str]:
     """What the measurements did not pin down."""
     if calibration.error_mean > _POOR:
         yield (
-            f"The calibration misses tasks that it was not fitted on by {calibration.error_mean:.0%} on average:"
-            " measure again on an idle machine."
+            f"The calibration misses tasks that it was not fitted on by {calibration.error_mean:.0%} on "
+            "average: measure again on an idle machine."
         )
-    loose = [
-        term for term in TERMS if calibration.spreads[term] > _LOOSE and calibration.coefficients[term] > 0
-    ]
+    spreads, values = calibration.spreads, calibration.coefficients
+    loose = [name for name in TERMS if spreads[name] > _LOOSE and values[name] > 0]
     if loose:
-        moves = ", ".join(f"{term} ± {calibration.spreads[term]:.0%}" for term in loose)
+        moves = ", ".join(f"{term} ± {spreads[term]:.0%}" for term in loose)
         yield (f"The calibration hardly knows {moves}: measure more lengths, numbers of samples and degrees.")
