@@ -39,8 +39,8 @@ def planner_page() -> None:
     from flexcp.core.sample import samples_from_lengths
     from flexcp.cost import cost_model, hardware
     from flexcp.planner import make_plan
-    from flexcp.report.explain import communication_share
-    from flexcp.report.timeline import plan_svg
+    from flexcp.planner.outcome import communication_share
+    from flexcp.report.svg import plan_svg
 
     cost = cost_model(model_shape("qwen3-8b"), hardware("h100"))
     lengths = random.Random(0).sample(json.loads((ROOT / LENGTHS).read_text(encoding="utf-8")), 512)

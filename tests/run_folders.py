@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from flexcp.core.cluster import Cluster
@@ -12,6 +13,7 @@ from flexcp.core.plan import Plan
 from flexcp.core.run_folder import Origin, RunInfo, metrics_path, trace_path
 from flexcp.core.sample import Sample
 from flexcp.core.trace import Span, TraceWriter, task_detail
+from flexcp.cost.correction import Correction
 from flexcp.cost.model import CostModel, Link
 from flexcp.planner import make_plan
 
@@ -26,21 +28,28 @@ COST = CostModel(2e-8, 1e-5, 1e-4, 1e-3, 8e-3, 4096.0, 4, Link(1e10, 1e-5), Link
 
 def write_run(
     folder: Path,
-    batches: list[list[int]],
+    batches: Sequence[Sequence[int | Sample]],
     cluster: Cluster,
     *,
     slower: float = 1.0,
     origin: Origin = "measured",
     model: str = "tiny",
+    first_step: int = 0,
+    factors: Sequence[tuple[float, ...]] = (),
 ) -> list[Plan]:
-    """Write a run of one step a batch of lengths, every task `slower` times its prediction; its plans."""
+    """Write a run of one step a batch, every task `slower` times its prediction; its plans.
+
+    With `first_step` it goes on with what is there, as an attempt of its own. `factors` are what was learnt
+    of the costs before each step.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     plans = []
     first = 0
-    for lengths in batches:
-        samples = [Sample(first + index, tokens) for index, tokens in enumerate(lengths)]
-        plans.append(make_plan(samples, cluster, COST))
-        first += len(lengths)
+    for number, batch in enumerate(batches):
+        samples = [s if isinstance(s, Sample) else Sample(first + i, s) for i, s in enumerate(batch)]
+        cost = Correction(factors[number]).apply(COST) if factors else COST
+        plans.append(make_plan(samples, cluster, cost))
+        first += len(batch)
     info = RunInfo(
         origin=origin,
         model=model,
@@ -51,13 +60,14 @@ def write_run(
         whole_below_tokens=plans[0].whole_below_tokens,
         coefficients=asdict(COST),
     )
-    info.write(folder)
-    with metrics_path(folder).open("w", encoding="utf-8") as file:
-        for step, plan in enumerate(plans):
-            file.write(_json(report_of(plan, step, slower)))
+    info.write(folder, first_step)
+    with metrics_path(folder).open("a" if first_step else "w", encoding="utf-8") as file:
+        for number, plan in enumerate(plans):
+            report = report_of(plan, first_step + number, slower)
+            file.write(_json(replace(report, plan_factors=factors[number] if factors else ())))
     for rank in range(cluster.ranks):
-        with TraceWriter(trace_path(folder, 0, rank)) as trace:
-            write_rank(trace, rank, plans, slower)
+        with TraceWriter(trace_path(folder, first_step, rank)) as trace:
+            write_rank(trace, rank, plans, slower, first_step)
     return plans
 
 
@@ -81,10 +91,10 @@ def report_of(plan: Plan, step: int, slower: float) -> StepReport:
     )
 
 
-def write_rank(trace: TraceWriter, rank: int, plans: list[Plan], slower: float) -> None:
+def write_rank(trace: TraceWriter, rank: int, plans: list[Plan], slower: float, first_step: int = 0) -> None:
     """The spans of one rank: its tasks and, after each step, the reduction."""
     origin_s = 0.0
-    for step, plan in enumerate(plans):
+    for step, plan in enumerate(plans, first_step):
         for index in plan.tasks_of(rank):
             task = plan.tasks[index]
             start_s, end_s = origin_s + slower * task.start_s, origin_s + slower * task.end_s
@@ -95,5 +105,4 @@ def write_rank(trace: TraceWriter, rank: int, plans: list[Plan], slower: float) 
 
 
 def _json(report: StepReport) -> str:
-
     return json.dumps({**report.to_record(), "lr": 0.1}) + "\n"

@@ -15,6 +15,8 @@ import pytest
 
 from flexcp.core.errors import CheckpointError
 from flexcp.core.trace import read_spans
+from flexcp.report.page.from_run import subject_of_run
+from flexcp.report.page.subject import plans_of
 from tests.distributed.test_training import (
     children_of,
     is_running,
@@ -89,6 +91,11 @@ def test_resume_on_other_numbers_of_ranks(tmp_path: Path, sharding: str) -> None
     records = {run: _records(tmp_path / run) for run in ("unbroken", "broken")}
     assert [r["tokens"] for r in records["broken"]] == [r["tokens"] for r in records["unbroken"]]
     assert records["broken"][7]["predicted_s"] != records["unbroken"][7]["predicted_s"]
+    page = subject_of_run(tmp_path / "broken")  # of all ranks of all three
+    assert sum(page.lengths.tokens) == pytest.approx(sum(r["tokens"] for r in records["broken"]))
+    planned_s = [timeline.panels[0].end_s for timeline in page.timelines]
+    assert page.policies[-1].step_s == pytest.approx(sum(planned_s) / len(planned_s))
+    assert {plans_of(page, step)[0].cluster.ranks for step in (0, 9)} == {4, 5}
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:

@@ -47,6 +47,10 @@ def run(engine: Any) -> tuple[list[str], list[float]]:
                 step.backward(engine.model(**micro.inputs), micro)
             report = step.finish()
             predicted.append(report.predicted_s / report.tokens)
+            assert bool(report.plan_factors) == (engine.rank == 0)
+            if report.plan_factors:  # enough to make the plan again
+                cost = Correction(report.plan_factors).apply(PLANNER.cost)
+                assert replace(PLANNER, cost=cost)(step.plan.samples).digest == step.plan.digest
     return digests, predicted
 
 

@@ -23,7 +23,8 @@ from flexcp.report.page.from_plan import subject_of_plan
 from flexcp.report.page.from_run import subject_of_run
 from flexcp.report.page.html import page
 from flexcp.report.page.subject import Subject, plans_of
-from flexcp.report.timeline import plan_timeline, plans_svg
+from flexcp.report.svg import plans_svg
+from flexcp.report.timeline import plan_timeline
 
 JUNK = [None, "x", "", -1, 0, 1e308, -1e308, 1e-300, 10**30, 0.5, True, [], {}, [1], {"a": 1}]
 FILES = ["plan", "run", "metrics", "trace"]

@@ -28,6 +28,7 @@ FINE = Figures(
     step_s=2.0,
     parts=PARTS,
     predicted_s=1.7,
+    bound_s=1.6,
     measured_s=1.75,
     error=0.03,
     predicted_idle=0.03,
@@ -36,6 +37,8 @@ FINE = Figures(
     alone=0.0,
     longest_tokens=12_345,
     tokens_per_rank=640.0,
+    tokens_per_s=960.0,
+    plan_s=0.1,
     mfu=0.4,
 )
 

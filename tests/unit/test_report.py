@@ -14,10 +14,12 @@ from flexcp.core.sample import samples_from_lengths
 from flexcp.cost.model import CostModel, Link
 from flexcp.planner import make_plan
 from flexcp.planner.bounds import lower_bound
+from flexcp.planner.outcome import Outcome, communication_share, outcome_of
 from flexcp.planner.problem import Problem
-from flexcp.report.explain import communication_share, explain
-from flexcp.report.tables import Outcome, choice_table, format_ranks, policy_table
-from flexcp.report.timeline import plan_svg, plan_timeline
+from flexcp.report.explain import explain
+from flexcp.report.svg import plan_svg
+from flexcp.report.tables import choice_table, format_ranks, policy_table
+from flexcp.report.timeline import plan_timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -74,7 +76,7 @@ def test_svg_is_well_formed_and_complete(plan):
 
     assert len(boxes) == 5  # ranks 0, 1 and 3, 4 of the last task are two boxes
     assert all(box.find(f"{SVG}title") is not None for box in boxes)
-    assert "degree 4 on ranks 0–1, 3–4" in boxes[-1].find(f"{SVG}title").text
+    assert "degree 4: ranks 0–1, 3–4" in boxes[-1].find(f"{SVG}title").text
     assert "prefers-color-scheme: dark" in root.find(f"{SVG}style").text
     assert not re.search(r"(href|src|url)\s*[=(]", plan_svg(plan))
 
@@ -91,7 +93,7 @@ def test_svg_boxes_stay_inside_the_page(plan):
 
 def test_policy_table_keeps_policies_that_cannot_serve(plan):
     """A refusal is a row with its reason, never a missing row."""
-    slow = Outcome("static", (plan,), plan_ms=3.0)
+    slow = outcome_of("static", [plan], [COST], plan_ms=3.0)
     refusing = Outcome("ulysses", refusal="needs degree 37, heads allow 8")
     text = rendered(policy_table([slow, refusing], slow))
 
@@ -105,7 +107,9 @@ def test_policy_table_keeps_policies_that_cannot_serve(plan):
 def test_a_long_refusal_stays_in_its_row(plan):
     """Reasons wrap beside the name, inside the terminal."""
     refusing = Outcome("megatron-dynamic", refusal="needs a great many ranks, " * 6)
-    lines = rendered(policy_table([refusing, Outcome("flexcp", (plan,))], None), width=80).splitlines()
+    lines = rendered(
+        policy_table([refusing, outcome_of("flexcp", [plan], [COST])], None), width=80
+    ).splitlines()
 
     assert max(map(len, lines)) <= 80
     assert lines[2].startswith("megatron-dynamic  needs a great")
@@ -164,7 +168,7 @@ def test_reasons_of_degrees():
 
 def test_outcome_averages_over_steps(plan):
     """Two equal steps look like one."""
-    once, twice = Outcome("flexcp", (plan,)), Outcome("flexcp", (plan, plan))
+    once, twice = outcome_of("flexcp", [plan], [COST]), outcome_of("flexcp", [plan] * 2, [COST] * 2)
 
     assert twice.step_s == once.step_s == 4.0
     assert twice.idle_share == pytest.approx(once.idle_share) == pytest.approx(plan.idle_share)

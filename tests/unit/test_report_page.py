@@ -18,13 +18,15 @@ from tests.run_folders import BATCHES, write_run
 from flexcp.cli import main
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import InputError
-from flexcp.core.run_folder import read_info, read_reports, trace_path
+from flexcp.core.run_folder import attempt_path, read_info, read_reports, trace_path
+from flexcp.core.sample import Sample
 from flexcp.core.trace import read_spans
 from flexcp.report.page.from_plan import subject_of_plan
 from flexcp.report.page.from_run import subject_of_run
 from flexcp.report.page.html import page
 from flexcp.report.page.spans import latest_spans
 from flexcp.report.page.subject import plans_of
+from flexcp.report.tables import format_seconds
 
 LENGTHS = Path(__file__).parents[1] / "data" / "python_source_lengths_qwen.json"
 SAMPLES = sum(map(len, BATCHES))
@@ -130,13 +132,117 @@ def test_where_the_time_went_is_shown(run: Path) -> None:
 def test_other_policies_are_planned_for_the_samples_of_the_run(run: Path) -> None:
     """The run's own policy is last and is what the run had."""
     subject = subject_of_run(run)
-    rows = {row.name: row for row in subject.policies}
+    rows = {row.policy: row for row in subject.policies}
 
     assert {"static", "paper", "flexcp"} <= set(rows)
     assert list(rows)[-1] == "flexcp"
     steps_s = [timeline.panels[0].end_s for timeline in subject.timelines]
     assert rows["flexcp"].step_s == pytest.approx(sum(steps_s) / 3)
     assert rows["paper"].step_s >= rows["flexcp"].step_s
+
+
+def planned_again(run: Path) -> tuple[float, float]:
+    """Mean seconds of a step by the run's own policy: as the run planned it, and as the page does."""
+    subject = subject_of_run(run)
+    steps_s = [timeline.panels[0].end_s for timeline in subject.timelines]
+    return sum(steps_s) / len(steps_s), subject.policies[-1].step_s
+
+
+def test_images_are_planned_again_as_they_were(tmp_path: Path) -> None:
+    """Spans and the work of a vision encoder are in the traces, so the run's own row is what the run had."""
+    images = [Sample(90, 2000, ((100, 1900),)), Sample(91, 900, (), 40_000_000), Sample(92, 800, ((0, 700),))]
+    cluster = Cluster(8, 2048, 4)
+    write_run(tmp_path / "images", [[*images, *batch] for batch in BATCHES], cluster)
+    plain = [Sample(image.id, image.tokens) for image in images]
+    write_run(tmp_path / "plain", [[*plain, *batch] for batch in BATCHES], cluster)
+    had_s, again_s = planned_again(tmp_path / "images")
+
+    assert again_s == pytest.approx(had_s, rel=1e-9)
+    assert had_s > 1.1 * planned_again(tmp_path / "plain")[0]
+    pack = {sample for plan in plans_of(subject_of_run(tmp_path / "images"), 0) for sample in plan.samples}
+    assert set(images) <= pack
+
+
+def test_learnt_costs_are_those_of_each_step(tmp_path: Path) -> None:
+    """Every step is planned again at the costs that its plan knew, not at those of run.json."""
+    factors = [(1.0,) * 4, (3.0, 0.5, 1.0, 2.0), (0.4, 2.0, 1.5, 1.0)]
+    write_run(tmp_path / "learnt", BATCHES, Cluster(8, 2048, 4), factors=factors)
+    write_run(tmp_path / "plain", BATCHES, Cluster(8, 2048, 4))
+    had_s, again_s = planned_again(tmp_path / "learnt")
+
+    assert again_s == pytest.approx(had_s, rel=1e-9)
+    assert abs(had_s / planned_again(tmp_path / "plain")[0] - 1) > 0.05
+
+
+def test_a_run_that_went_on_with_other_ranks_keeps_all_of_them(tmp_path: Path) -> None:
+    """Eight ranks, then five of another budget: nothing of the first two steps is lost, and it is said."""
+    first = write_run(tmp_path, BATCHES, Cluster(8, 2048, 4))[:2]
+    records = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(records[:2]))
+    second = write_run(tmp_path, BATCHES[2:], Cluster(5, 4096, 4), first_step=2)
+    subject = subject_of_run(tmp_path)
+    plans = [*first, *second]
+
+    assert sum(subject.lengths.samples) == pytest.approx(SAMPLES)
+    assert sum(share.rank_s for share in subject.degrees) == pytest.approx(
+        sum(task.degree * task.duration_s for plan in plans for task in plan.tasks)
+    )
+    for step, plan in enumerate(plans):
+        drawn = plans_of(subject, step)[0]
+        assert drawn.cluster == plan.cluster
+        assert drawn.step_s == pytest.approx(plan.step_s)
+        assert drawn.degrees == plan.degrees
+    assert subject.policies[-1].step_s == pytest.approx(sum(plan.step_s for plan in plans) / 3)
+    assert (len(subject.memory.ranks), subject.memory.capacity_tokens) == (5, 4096)
+    told = "The run went on with other ranks: from step 0 8 of 2,048 tokens; from step 2 5 of 4,096 tokens."
+    assert told in subject.notices
+    assert page(subject).endswith("</html>\n")
+
+
+def test_steps_of_which_traces_lack_are_no_plans(tmp_path: Path) -> None:
+    """A rank of the first attempt is missing: its steps are neither compared nor drawn as plans."""
+    write_run(tmp_path, BATCHES, Cluster(8, 2048, 4))
+    plans = write_run(tmp_path, BATCHES[2:], Cluster(6, 2048, 4), first_step=2)
+    trace_path(tmp_path, 0, 7).unlink()
+    subject = subject_of_run(tmp_path)
+
+    assert plans_of(subject, 1) == ()
+    assert plans_of(subject, 2)[0].degrees == plans[0].degrees
+    assert subject.policies[-1].step_s == pytest.approx(plans[0].step_s)
+    notices = " ".join(subject.notices)
+    assert "Traces of 1 ranks are missing from step 0 on, the first is 7." in notices
+    assert "Policies are compared on 1 of 3 steps" in notices
+
+
+def test_an_attempt_without_its_run_json_is_named(tmp_path: Path) -> None:
+    """Nobody else knows how many ranks it had."""
+    write_run(tmp_path, BATCHES, Cluster(8, 2048, 4))
+    write_run(tmp_path, BATCHES[2:], Cluster(6, 2048, 4), first_step=2)
+    (attempt_path(tmp_path, 0) / "run.json").unlink()
+
+    with pytest.raises(InputError, match=r"from-step-00000000 has no run\.json, so nobody knows"):
+        subject_of_run(tmp_path)
+
+
+def test_all_figures_leave_the_first_step_out(run: Path) -> None:
+    """A first step that waits for a minute is in no figure, and every figure agrees with its plot."""
+    metrics = run / "metrics.jsonl"
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    records[0] |= {"step_s": 99.0, "exposed_s": 60.0, "idle_share": 0.9, "predicted_s": 20.0, "plan_s": 50.0}
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    subject = subject_of_run(run)
+    warm = list(read_reports(run))[1:]
+    gap = sum(report.predicted_s for report in warm) / sum(report.bound_s for report in warm) - 1
+    idle = sum(report.idle_share for report in warm) / 2
+    facts = dict(subject.facts)
+
+    assert subject.verdict.startswith(f"After the first step, flexcp plans {gap:.1%} above the bound, and")
+    assert f"without a task for {idle:.1%} of the time; 0.0% is spent waiting" in subject.verdict
+    assert (facts["above the bound"], facts["idle"]) == (f"{gap:.1%}", f"{idle:.1%}")
+    assert facts["a step"] == format_seconds(sum(report.step_s for report in warm) / 2)
+    tokens = sum(report.tokens for report in warm) / sum(report.step_s for report in warm)
+    assert facts["tokens/s"] == f"{tokens:,.0f}"
+    assert facts["planning, mean"] == "2 ms"
 
 
 def test_a_simulated_run_says_so(tmp_path: Path) -> None:
@@ -159,7 +265,7 @@ def test_a_plan_is_read_back_as_it_was_written(plan_file: Path) -> None:
     assert subject.verdict == body["verdict"]
     assert [panel.name for panel in subject.timelines[0].panels] == ["flexcp", body["baseline"]]
     assert subject.curves[0].values == tuple(s["step_s"] for s in body["policies"]["flexcp"]["steps"])
-    assert [row.name for row in subject.policies] == list(body["policies"])
+    assert [row.policy for row in subject.policies] == list(body["policies"])
     tokens = [t for s in body["policies"]["flexcp"]["steps"] for task in s["tasks"] for t in task["tokens"]]
     assert sum(subject.lengths.samples) == len(tokens) == 128
     assert sum(subject.lengths.tokens) == sum(tokens)
@@ -237,7 +343,6 @@ def test_wide_clusters_are_thinned_with_a_notice(tmp_path: Path) -> None:
     subject = subject_of_run(tmp_path)
     tree = Tree(page(subject))
 
-    assert len(subject.ranks_shown) == 64
     assert "Timelines show every 16th of 1,024 ranks." in subject.notices
     assert any("counted on every 4th of 1,024 ranks, and scaled" in notice for notice in subject.notices)
     assert any(notice.startswith("Policies are not compared") for notice in subject.notices)

@@ -21,11 +21,11 @@ from flexcp.core.sample import Sample
 from flexcp.cost import CostModel
 from flexcp.planner import POLICIES, Planner, lower_bound_s
 from flexcp.planner.exchanges import plan_bound
+from flexcp.planner.outcome import Outcome, outcome_of
 from flexcp.planner.policies import static
 from flexcp.planner.problem import Problem
 from flexcp.planner.timeline import schedule
-from flexcp.report.explain import communication_share
-from flexcp.report.tables import Outcome, format_seconds
+from flexcp.report.tables import format_seconds
 
 NOT_WORTH_BELOW = 1.03  # under 3 % the cost model's own error decides, so no promise is made
 NEARLY_EQUAL = 1.5  # longest over median
@@ -64,8 +64,7 @@ def run_policy(name: str, policy: Policy, batches: Sequence[Sequence[Sample]], s
             spent_s += time.perf_counter() - started
     except (InfeasibleError, UnsupportedError) as error:
         return Outcome(name, refusal=error.cause)
-    share = sum(communication_share(plan, setting.cost) for plan in plans) / len(plans)
-    return Outcome(name, tuple(plans), 1000 * spent_s / len(plans), share)
+    return outcome_of(name, plans, [setting.cost] * len(plans), 1000 * spent_s / len(plans))
 
 
 def compare(

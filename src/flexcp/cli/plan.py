@@ -34,9 +34,11 @@ from flexcp.cli.request import (
 from flexcp.core.errors import ConfigError, UnknownNameError
 from flexcp.core.model_shape import MODEL_SHAPES
 from flexcp.planner import POLICIES
+from flexcp.planner.outcome import Outcome
 from flexcp.report.explain import explain as explain_plan
-from flexcp.report.tables import Outcome, choice_table, format_degrees, policy_table
-from flexcp.report.timeline import plan_svg, plan_timeline
+from flexcp.report.svg import plan_svg
+from flexcp.report.tables import choice_table, format_degrees, policy_table
+from flexcp.report.timeline import plan_timeline
 
 
 def plan(

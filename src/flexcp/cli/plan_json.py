@@ -8,7 +8,7 @@ from typing import Any
 
 from flexcp.core.plan import Plan
 from flexcp.cost import CostModel
-from flexcp.report.tables import Outcome
+from flexcp.planner.outcome import Outcome
 
 REPORT_SCHEMA = "flexcp.plan-report/2"
 

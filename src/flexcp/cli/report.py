@@ -20,7 +20,8 @@ from flexcp.report.page.from_run import subject_of_run
 from flexcp.report.page.html import page
 from flexcp.report.page.spans import latest_spans
 from flexcp.report.page.subject import Subject, plans_of
-from flexcp.report.timeline import plan_timeline, plans_svg
+from flexcp.report.svg import plans_svg
+from flexcp.report.timeline import plan_timeline
 
 _KINDS = ".html, .svg or .json"
 

@@ -9,6 +9,7 @@ from typing import Any
 from flexcp.core.jsonl import number, whole
 
 _LEAST_S = 1e-12  # no step is shorter
+_LEAST_FACTOR = 1e-3
 _NOT_NEGATIVE = (
     "measured_s",
     "plan_s",
@@ -27,7 +28,7 @@ _NOT_NEGATIVE = (
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The same on every rank, but for `step_s`, `optimizer_s` and what follows from them.
+    """The same on every rank, but for `step_s`, `optimizer_s`, what follows from them, and `plan_factors`.
 
     On accelerators, times of tasks, and of waiting inside them, are those at which the host got its turn.
 
@@ -62,6 +63,8 @@ class StepReport:
         mfu: model FLOPs utilization: FLOPs of the model over those of all ranks at their peak in `step_s`;
             None where the peak is not known.
         skipped: loss or gradient was not finite, and the weights were left as they were.
+        plan_factors: what was learnt of the costs when the step was planned: factors in the order of
+            `cost.correction.TERMS`; empty where nothing is learnt, and on ranks that do not plan.
     """
 
     step: int
@@ -90,6 +93,7 @@ class StepReport:
     idle_shares: tuple[float, ...] = ()
     mfu: float | None = None
     skipped: bool = False
+    plan_factors: tuple[float, ...] = ()
 
     @property
     def parts_s(self) -> dict[str, float]:
@@ -146,4 +150,6 @@ class StepReport:
         values["degrees"] = {int(degree): whole(count, "a count of degrees") for degree, count in degrees}
         shares = values["idle_shares"]
         values["idle_shares"] = tuple(number(share, "an idle share", 0.0) for share in shares)
+        factors = values["plan_factors"]
+        values["plan_factors"] = tuple(number(factor, "a factor", _LEAST_FACTOR) for factor in factors)
         return cls(**values)

@@ -1,8 +1,9 @@
 """The files of a run folder, the same for measured and simulated runs: where they lie and how they read.
 
-run.json                             what ran, on what
+run.json                             what ran, on what, in the newest attempt
 metrics.jsonl                        one line a step (`core.metrics`), and one an evaluation
-trace/from-step-*/rank-*.jsonl       spans of each rank (`core.trace`), one folder an attempt
+trace/from-step-*/run.json           what ran in one attempt: it may have other ranks, budgets or costs
+trace/from-step-*/rank-*.jsonl       spans of each rank in that attempt (`core.trace`)
 """
 
 from __future__ import annotations
@@ -44,10 +45,60 @@ class RunInfo:
     whole_below_tokens: int
     coefficients: dict[str, Any]
 
-    def write(self, folder: Path) -> None:
-        """Write `run.json`."""
-        body = {"schema": RUN_SCHEMA, **asdict(self)}
-        (folder / "run.json").write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    def write(self, folder: Path, first_step: int = 0) -> None:
+        """Write `run.json`, of the run and of the attempt that begins with a step; folders are made."""
+        text = json.dumps({"schema": RUN_SCHEMA, **asdict(self)}, indent=1) + "\n"
+        for where in (folder, attempt_path(folder, first_step)):
+            where.mkdir(parents=True, exist_ok=True)
+            (where / "run.json").write_text(text, encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of a run: what ran from `first_step` to before `upto`, where a later one took over (or None).
+
+    A run that was resumed may have gone on with other ranks, budgets, policies or costs.
+    """
+
+    first_step: int
+    upto: int | None
+    info: RunInfo
+
+    def covers(self, step: int) -> bool:
+        """Whether a step is its, and not that of a later attempt."""
+        return self.first_step <= step and (self.upto is None or step < self.upto)
+
+
+def read_attempts(folder: Path) -> tuple[Attempt, ...]:
+    """All attempts that left traces, in order.
+
+    Raises:
+        InputError: there are none, or the `run.json` of one is missing or damaged.
+    """
+    trace = folder / "trace"
+    with readable(trace):  # a pattern would pass over a folder that cannot be read
+        names = [path.name for path in trace.iterdir()] if trace.is_dir() else []
+    ends = [name.removeprefix("from-step-") for name in names if name.startswith("from-step-")]
+    firsts = sorted(int(end) for end in ends if end.isdecimal())
+    if not firsts:
+        raise InputError(
+            f"{folder} has no trace folder, so nobody knows what ran where",
+            "Copy the whole run folder; trace/ is written beside metrics.jsonl.",
+        )
+    infos = [_read_attempt(attempt_path(folder, first)) for first in firsts]
+    return tuple(map(Attempt, firsts, [*firsts[1:], None], infos))
+
+
+def _read_attempt(folder: Path) -> RunInfo:
+    path = folder / "run.json"
+    with readable(path):
+        there = path.is_file()
+    if not there:
+        raise InputError(
+            f"{folder} has no run.json, so nobody knows how many ranks ran there",
+            "Copy the whole run folder.",
+        )
+    return _parsed_info(path)
 
 
 def read_info(folder: Path) -> RunInfo:
@@ -64,6 +115,10 @@ def read_info(folder: Path) -> RunInfo:
             f"{folder} is not a run folder: it has no run.json",
             "Give the folder that flexcp train wrote (run.folder), or the .json of flexcp plan --out.",
         )
+    return _parsed_info(path)
+
+
+def _parsed_info(path: Path) -> RunInfo:
     try:
         with readable(path):
             body = parse_json(path.read_text(encoding="utf-8"))
@@ -94,9 +149,14 @@ def _checked(info: RunInfo) -> RunInfo:
     return info
 
 
+def attempt_path(folder: Path, first_step: int) -> Path:
+    """The folder of one attempt; clocks of different attempts do not share an origin."""
+    return folder / "trace" / f"from-step-{first_step:08d}"
+
+
 def trace_path(folder: Path, first_step: int, rank: int) -> Path:
-    """Spans of one rank of one attempt; clocks of different attempts do not share an origin."""
-    return folder / "trace" / f"from-step-{first_step:08d}" / f"rank-{rank}.jsonl"
+    """Spans of one rank of one attempt."""
+    return attempt_path(folder, first_step) / f"rank-{rank}.jsonl"
 
 
 def metrics_path(folder: Path) -> Path:

@@ -6,16 +6,17 @@ Simulated and measured runs write the same records, so that one drawing serves b
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from flexcp.core.errors import RunError
+from flexcp.core.errors import LengthsError, RunError
 from flexcp.core.jsonl import number, read_lines, whole
 from flexcp.core.plan import Plan, Task
+from flexcp.core.sample import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +42,49 @@ def task_detail(plan: Plan, task: Task, rank: int) -> dict[str, Any]:
     """What the span of a task says of it on one rank: enough to draw prediction beside measurement.
 
     `samples` are ids, `tokens` their lengths, `rows` the tokens that this rank holds, `predicted_start_s`
-    counts from the start of the step, `predicted_s` is the duration, `wave` as in the plan.
+    counts from the start of the step, `predicted_s` is the duration, `wave` as in the plan. `spans` and
+    `encoder_pairs`, of every sample as in `core.sample.Sample`, are there where some sample has any.
     """
     pack = plan.pack(task)
+    more: dict[str, Any] = {}
+    if any(sample.spans for sample in pack):
+        more["spans"] = [sample.spans for sample in pack]
+    if any(sample.encoder_pairs for sample in pack):
+        more["encoder_pairs"] = [sample.encoder_pairs for sample in pack]
     return {
         "degree": task.degree,
         "samples": [sample.id for sample in pack],
         "tokens": [sample.tokens for sample in pack],
+        **more,
         "rows": plan.layout(task).rows(task.ranks.index(rank)),
         "predicted_start_s": task.start_s,
         "predicted_s": task.duration_s,
         "wave": task.wave,
     }
+
+
+def pack_of(detail: Mapping[str, Any]) -> tuple[Sample, ...]:
+    """The samples of a task from its `task_detail`, as JSON carried it.
+
+    >>> pack_of({"samples": [7, 8], "tokens": [4, 5], "spans": [[[1, 3]], []]})[0]
+    Sample(id=7, tokens=4, spans=((1, 3),), encoder_pairs=0)
+
+    Raises:
+        KeyError, TypeError, ValueError: a part is missing or misshapen.
+    """
+    ids = [whole(sample, "a sample") for sample in detail["samples"]]
+    tokens = [whole(length, "a length", 1) for length in detail["tokens"]]
+    spans = detail.get("spans") or [()] * len(ids)
+    encoder_pairs = [whole(pairs, "encoder_pairs") for pairs in detail.get("encoder_pairs") or [0] * len(ids)]
+    if not len(ids) == len(tokens) == len(spans) == len(encoder_pairs):
+        raise ValueError("samples, which are not as many as tokens, spans or encoder_pairs")
+    try:
+        return tuple(
+            Sample(index, length, tuple((whole(a, "a span"), whole(b, "a span")) for a, b in some), pairs)
+            for index, length, some, pairs in zip(ids, tokens, spans, encoder_pairs, strict=True)
+        )
+    except LengthsError as error:
+        raise ValueError(error.cause) from None
 
 
 class TraceWriter:

@@ -27,19 +27,22 @@ class Figures:
     Attributes:
         step_s: wall time of a step.
         parts: share of it by part, in the order of a step; see `StepReport.parts_s`.
-        predicted_s, measured_s: time of the tasks of a step.
+        predicted_s, bound_s, measured_s: time of the tasks of a step; planned, at least, real.
         error: mean of |measured / predicted - 1| over the steps.
         predicted_idle, idle: share of rank-time without a task until the last one ends.
         idle_shares: `idle` of each rank; empty where it is not known.
         alone: share of the steps that take as long as one sample by itself.
         longest_tokens: of the longest sample.
         tokens_per_rank: tokens of a step for each rank, 0 where ranks are not known.
+        tokens_per_s: of all ranks.
+        plan_s: time to plan a step, hidden or not.
         mfu: model FLOPs utilization; None where it is not known.
     """
 
     step_s: float
     parts: dict[str, float]
     predicted_s: float
+    bound_s: float
     measured_s: float
     error: float
     predicted_idle: float
@@ -48,7 +51,19 @@ class Figures:
     alone: float
     longest_tokens: int
     tokens_per_rank: float
+    tokens_per_s: float
+    plan_s: float
     mfu: float | None
+
+    @property
+    def gap(self) -> float:
+        """Planned time over its bound, all steps together."""
+        return self.predicted_s / self.bound_s
+
+    @property
+    def waited(self) -> float:
+        """Share of the time in which steps wait for their plan and their data."""
+        return self.parts["plan"] + self.parts["data"]
 
 
 def figures_of(reports: Sequence[StepReport]) -> Figures:
@@ -63,6 +78,7 @@ def figures_of(reports: Sequence[StepReport]) -> Figures:
         step_s=steps_s / len(warm),
         parts={name: sum(part[name] for part in parts) / steps_s for name in parts[0]},
         predicted_s=fmean(report.predicted_s for report in warm),
+        bound_s=fmean(report.bound_s for report in warm),
         measured_s=fmean(report.measured_s for report in warm),
         error=fmean(abs(report.measured_s / report.predicted_s - 1.0) for report in warm),
         predicted_idle=fmean(report.predicted_idle_share for report in warm),
@@ -71,6 +87,8 @@ def figures_of(reports: Sequence[StepReport]) -> Figures:
         alone=fmean(report.alone_s >= _ALONE * report.predicted_s for report in warm),
         longest_tokens=max(report.longest_tokens for report in warm),
         tokens_per_rank=fmean(report.tokens for report in warm) / ranks if ranks else 0.0,
+        tokens_per_s=sum(report.tokens for report in warm) / steps_s,
+        plan_s=fmean(report.plan_s for report in warm),
         mfu=sum(m * s for m, s in mfu) / sum(s for _, s in mfu) if mfu else None,
     )
 

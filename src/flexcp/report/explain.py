@@ -1,22 +1,12 @@
-"""Why a plan is as it is: the bound that limits it, the degree of each long sample, what is not hidden."""
+"""Why a plan is as it is: the bound that limits it, the degree of each long sample."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from flexcp.core.plan import Plan, Task
 from flexcp.cost.model import CostModel, Load
 from flexcp.planner.placement import crosses_nodes
-from flexcp.planner.timeline import message_seconds, plan_seconds
-
-
-def communication_share(plan: Plan, cost: CostModel) -> float:
-    """Share of all rank-time that ranks spend on messages which no computation hides."""
-    shares = message_seconds(plan, cost) / plan_seconds(plan, cost)
-    rank_s = np.array([task.degree * task.duration_s for task in plan.tasks])
-    return float(shares @ rank_s) / (plan.step_s * plan.cluster.ranks)
 
 
 def task_load(plan: Plan, task: Task) -> Load:

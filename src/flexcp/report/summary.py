@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 
 from rich.console import Group
 from rich.table import Table
@@ -46,10 +45,20 @@ def summary(
         figures: of the same steps.
         learnt: factors on terms of the cost model, by their names.
     """
+    return Group(
+        _run_table(reports, eval_losses, figures, learnt), _where_time_went(figures, len(reports) > 1)
+    )
+
+
+def _run_table(
+    reports: Sequence[StepReport],
+    eval_losses: Mapping[int, float],
+    figures: Figures,
+    learnt: Mapping[str, float],
+) -> Table:
     table = Table(title="Run", show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
-    steps_s = sum(report.step_s for report in reports)
     degrees: Counter[int] = Counter()
     for report in reports:
         degrees.update(report.degrees)
@@ -61,19 +70,21 @@ def summary(
         table.add_row("skipped, loss or gradient not finite", str(len(reports) - len(trained)))
     for done, loss in eval_losses.items():
         table.add_row(f"evaluation loss after {done}", f"{loss:.4f}")
-    table.add_row("tokens/s", f"{sum(report.tokens for report in reports) / steps_s:,.0f}")
-    table.add_row("MFU", format_share(figures.mfu, 1))
     table.add_row("degree×groups", format_degrees(degrees))
-    predicted = sum(report.predicted_s for report in reports)
-    measured = sum(report.measured_s for report in reports)
-    table.add_row("predicted / measured time of tasks", f"{predicted:.1f} s / {measured:.1f} s")
     for name, factor in learnt.items():
         table.add_row(f"learnt: {name}", f"× {factor:.2f}")
-    table.add_row("gap to the bound, mean", f"{fmean(report.gap for report in reports):.3f}")
-    table.add_row("planning, mean", f"{1e3 * fmean(r.plan_s for r in reports):.0f} ms")
     # The first step has nothing to hide its plan and data behind.
     table.add_row("waited for the first plan and data", f"{reports[0].exposed_s:.2f} s")
-    return Group(table, _where_time_went(figures, len(reports) > 1))
+    if len(reports) > 1:
+        table.add_section()
+        table.add_row("after the first step", "")
+    table.add_row("tokens/s", f"{figures.tokens_per_s:,.0f}")
+    table.add_row("MFU", format_share(figures.mfu, 1))
+    times = f"{format_seconds(figures.predicted_s)} / {format_seconds(figures.measured_s)}"
+    table.add_row("tasks of a step, predicted / measured", times)
+    table.add_row("gap to the bound", f"{figures.gap:.3f}")
+    table.add_row("planning, mean", f"{1e3 * figures.plan_s:.0f} ms")
+    return table
 
 
 def _where_time_went(figures: Figures, later: bool) -> Table:

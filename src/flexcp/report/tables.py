@@ -3,68 +3,15 @@
 from __future__ import annotations
 
 import textwrap
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from flexcp.core.plan import Plan
+from flexcp.core.sample import Sample
+from flexcp.planner.outcome import Outcome
 from flexcp.report.explain import Choice
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one policy made of the same steps: one plan a step, or the reason why it cannot serve.
-
-    Attributes:
-        policy: its name, with its setting where there is one (`static d=8`).
-        plans: one per step; empty when the policy refuses.
-        plan_ms: mean planning time of a step.
-        communication_share: share of all rank-time spent on messages that no computation hides.
-        refusal: why there is no plan.
-    """
-
-    policy: str
-    plans: tuple[Plan, ...] = ()
-    plan_ms: float = 0.0
-    communication_share: float = 0.0
-    refusal: str = ""
-
-    @property
-    def step_s(self) -> float:
-        """Mean predicted step time."""
-        return sum(plan.step_s for plan in self.plans) / len(self.plans)
-
-    @property
-    def bound_s(self) -> float:
-        """Mean bound of a step."""
-        return sum(plan.bound_s for plan in self.plans) / len(self.plans)
-
-    @property
-    def gap(self) -> float:
-        """Step time over bound, all steps together."""
-        return self.step_s / self.bound_s
-
-    @property
-    def waves(self) -> float:
-        """Mean number of waves a step."""
-        return sum(plan.num_waves for plan in self.plans) / len(self.plans)
-
-    @property
-    def degrees(self) -> dict[int, int]:
-        """Number of tasks per degree over all steps, ascending."""
-        counts: Counter[int] = Counter()
-        for plan in self.plans:
-            counts.update(plan.degrees)
-        return dict(sorted(counts.items()))
-
-    @property
-    def idle_share(self) -> float:
-        """Share of all rank-time in which no task runs."""
-        return sum(plan.idle_share * plan.step_s for plan in self.plans) / (self.step_s * len(self.plans))
 
 
 def format_degrees(degrees: Mapping[int, int], most: int | None = None) -> str:
@@ -110,6 +57,7 @@ def format_count(value: float) -> str:
     return f"{value:.0f}" if float(value).is_integer() else f"{value:.1f}"
 
 
+_MOST_NAMED = 64  # ranks of a group that are named one by one
 _HEADS = ("policy", "step", "gap", "speed", "waves", "degrees", "idle", "comm", "plan")
 
 
@@ -118,7 +66,7 @@ def policy_table(outcomes: Sequence[Outcome], baseline: Outcome | None, width: i
 
     Speed is the baseline's step time over the row's.
     """
-    rows = [_HEADS, *(_cells(outcome, baseline) for outcome in outcomes if outcome.plans)]
+    rows = [_HEADS, *(_cells(outcome, baseline) for outcome in outcomes if not outcome.refusal)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
     widths[0] = max(len("policy"), *(len(outcome.policy) for outcome in outcomes))
     text = Text()
@@ -126,7 +74,7 @@ def policy_table(outcomes: Sequence[Outcome], baseline: Outcome | None, width: i
     text.append("─" * (sum(widths) + 2 * len(widths) - 2), "dim")
     for outcome in outcomes:
         text.append("\n")
-        if outcome.plans:
+        if not outcome.refusal:
             last = outcome is outcomes[-1]
             text.append(_line(_cells(outcome, baseline), widths), "bold" if last else "")
         else:
@@ -189,6 +137,28 @@ def _change(seconds: float, other_s: float | None) -> str:
     if other_s is None:
         return "–"
     return ("+" if other_s >= seconds else "-") + format_seconds(abs(other_s - seconds))
+
+
+def task_words(
+    pack: Sequence[Sample], degree: int, ranks: Sequence[int], start_s: float, end_s: float
+) -> str:
+    """What a drawing says of one task; `ranks` may be fewer than its degree where not all are known.
+
+    >>> print(task_words([Sample(7, 900), Sample(9, 80)], 2, (4, 5), 0.25, 0.75))
+    2 samples, 980 tokens, longest 900
+    degree 2: ranks 4–5
+    500 ms, from 0.250 s to 0.750 s
+    """
+    tokens = [sample.tokens for sample in pack]
+    what = f"{len(pack)} samples" if len(pack) > 1 else f"sample {pack[0].id}"
+    longest = f", longest {max(tokens):,}" if len(pack) > 1 else ""
+    where = format_ranks(ranks) if len(ranks) <= _MOST_NAMED else f"{min(ranks)} … {max(ranks)}"
+    known = f"ranks {where}" if len(ranks) == degree else f"among them {where}"
+    return (
+        f"{what}, {sum(tokens):,} tokens{longest}\n"
+        f"degree {degree}: {known}\n"
+        f"{format_seconds(end_s - start_s)}, from {start_s:.3f} s to {end_s:.3f} s"
+    )
 
 
 def rank_runs(ranks: Sequence[int]) -> list[tuple[int, int]]:

@@ -269,6 +269,10 @@ class Engine:
         """What has been learnt of the costs; None where nothing is learnt, and on ranks that do not plan."""
         return self._learning.latest if self._learning is not None else None
 
+    def plan_factors(self, step: int) -> tuple[float, ...]:
+        """What a running step was planned with, see `StepReport`."""
+        return self._learning.known_for(step).factors if self._learning is not None else ()
+
     def close(self) -> None:
         """End threads and planner process; may be called twice."""
         self._close(wait=True)

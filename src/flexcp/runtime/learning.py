@@ -41,8 +41,11 @@ class Learning:
 
     def planner(self, step: int) -> Planner:
         """The planner for one step."""
-        correction = self._after.get(step - LAG, Correction())
-        return replace(self._planner, cost=correction.apply(self._planner.cost))
+        return replace(self._planner, cost=self.known_for(step).apply(self._planner.cost))
+
+    def known_for(self, step: int) -> Correction:
+        """What the plan of a step is made with; remembered until the step is learnt from."""
+        return self._after.get(step - LAG, Correction())
 
     def learn(self, step: int, plan: Plan, durations_s: Sequence[Sequence[float]]) -> None:
         """Take in a step.

@@ -236,6 +236,7 @@ class Step:
             reduce_s=float(reduce.min()),
             idle_shares=tuple(round(share, 4) for share in idle),
             skipped=trained is None,
+            plan_factors=self._engine.plan_factors(self.index),
         )
 
 

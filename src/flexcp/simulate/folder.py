@@ -10,7 +10,7 @@ from types import TracebackType
 
 from flexcp.core.errors import ConfigError
 from flexcp.core.metrics import StepReport
-from flexcp.core.run_folder import RunInfo, metrics_path, trace_path
+from flexcp.core.run_folder import RunInfo, attempt_path, metrics_path, trace_path
 from flexcp.core.trace import Span, read_spans, to_perfetto
 
 _BUFFERED_SPANS = 200_000
@@ -33,7 +33,6 @@ class SimulatedFolder:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is not an empty folder", "Name a new one, or remove it.")
         try:
-            trace_path(folder, 0, 0).parent.mkdir(parents=True)
             info.write(folder)
         except OSError as error:
             raise ConfigError(f"{folder} cannot be made ({error.strerror})", "Choose another one.") from error
@@ -49,7 +48,7 @@ class SimulatedFolder:
     ) -> None:
         self._flush()
         if self._written <= _TIMELINE_SPANS:
-            paths = sorted(trace_path(self._folder, 0, 0).parent.glob("rank-*.jsonl"))
+            paths = sorted(attempt_path(self._folder, 0).glob("rank-*.jsonl"))
             timeline = to_perfetto(span for path in paths for span in read_spans(path))
             (self._folder / "timeline.json").write_text(timeline, encoding="utf-8")
 

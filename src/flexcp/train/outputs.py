@@ -20,7 +20,7 @@ from torch import nn
 from flexcp.core.errors import ConfigError
 from flexcp.core.layout import default_whole_below_tokens
 from flexcp.core.metrics import StepReport
-from flexcp.core.run_folder import RunInfo, metrics_path, trace_path
+from flexcp.core.run_folder import RunInfo, attempt_path, metrics_path
 from flexcp.core.trace import read_spans, to_perfetto
 from flexcp.cost.correction import FACTORS, Correction
 from flexcp.planner import Planner
@@ -70,7 +70,7 @@ class Outputs:
                     f"run.folder {folder} cannot be made ({error.strerror})", "Choose another one."
                 ) from error
             _drop_metrics(metrics_path(folder), first_step)
-            _drop_traces(trace_path(folder, first_step, 0).parent)
+            _drop_traces(attempt_path(folder, first_step))
 
     def __enter__(self) -> Outputs:
         self._bar.start()
@@ -99,7 +99,7 @@ class Outputs:
             return
         (self._folder / "config.json").write_text(to_json(self._config))
         self._info = run_info(self._config, planner)
-        self._info.write(self._folder)
+        self._info.write(self._folder, self._first_step)
         for tracker in make_trackers(self._config.run.trackers, self._folder, self._first_step):
             tracker.start(self._config.model_dump(mode="json"))
             self._trackers.append(tracker)
@@ -165,7 +165,7 @@ class Outputs:
         if not self._first:
             return
         self._bar.stop()
-        traces = sorted(trace_path(self._folder, self._first_step, 0).parent.glob("rank-*.jsonl"))
+        traces = sorted(attempt_path(self._folder, self._first_step).glob("rank-*.jsonl"))
         spans = (span for path in traces for span in read_spans(path))
         (self._folder / "timeline.json").write_text(to_perfetto(spans))
         if self._reports:

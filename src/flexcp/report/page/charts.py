@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexcp.report.page.markup import Markup, element, percent
+from flexcp.report.markup import Markup, element, percent
 from flexcp.report.page.subject import Curve
+from flexcp.report.scales import round_steps
 
 HEIGHT = 220
 _TOP, _FOOT, _AXIS = 12, 44, 64
@@ -38,19 +39,6 @@ class Scale:
     def bottom(self) -> int:
         """Where the horizontal axis is."""
         return self.height - _FOOT
-
-
-def round_steps(low: float, high: float, count: int) -> list[float]:
-    """About `count` round values that cover low to high.
-
-    >>> round_steps(0.0, 7.3, 4)
-    [0.0, 2.0, 4.0, 6.0, 8.0]
-    """
-    rough = (high - low) / count or 1.0
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [index * step for index in range(first, max(last, first + 1) + 1)]
 
 
 def linear(low: float, high: float, unit: str = "") -> Scale:

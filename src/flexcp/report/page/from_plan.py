@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,25 @@ from flexcp.core.cluster import Cluster
 from flexcp.core.errors import InputError
 from flexcp.core.jsonl import number, parse_json, whole
 from flexcp.core.layout import make_layout
-from flexcp.core.plan import EXCHANGE_KINDS, Plan, Task
-from flexcp.core.sample import Sample
-from flexcp.report.page.limits import MOST_STEPS, shown_ranks
+from flexcp.core.plan import Plan
+from flexcp.core.trace import pack_of
+from flexcp.planner.outcome import Outcome
+from flexcp.report.page.limits import MOST_ROWS, MOST_STEPS
 from flexcp.report.page.subject import (
     Box,
     Curve,
     DegreeShare,
     LengthCounter,
-    Memory,
+    Lengths,
     Panel,
-    PolicyRow,
     Subject,
     Timeline,
+    TokensHeld,
     choose_steps,
     no_such_step,
+    plan_of,
 )
+from flexcp.report.scales import shown_ranks
 from flexcp.report.tables import format_seconds
 
 PLAN_REPORT_SCHEMA = "flexcp.plan-report/2"
@@ -101,40 +105,6 @@ def _main_policy(body: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return name, served[name]
 
 
-def _plan(body: Mapping[str, Any], name: str, step: Mapping[str, Any]) -> Plan:
-    given = body["inputs"]
-    samples: list[Sample] = []
-    tasks = []
-    for task in step["tasks"]:
-        first = len(samples)
-        pairs = zip(task["samples"], task["tokens"], strict=True)
-        samples.extend(Sample(whole(i, "a sample"), whole(tokens, "a length", 1)) for i, tokens in pairs)
-        positions = tuple(range(first, len(samples)))
-        ranks = tuple(whole(rank, "a rank") for rank in task["ranks"])
-        if not ranks:
-            raise ValueError("a task has no ranks")
-        start_s, end_s = number(task["start_s"], "start_s", 0.0), number(task["end_s"], "end_s")
-        if not start_s < end_s:
-            raise ValueError(f"a task goes from {start_s} s to {end_s} s")
-        if task["exchange"] not in EXCHANGE_KINDS:
-            raise ValueError(f"exchange is {task['exchange']!r}")
-        tasks.append(Task(positions, ranks, int(task["wave"]), start_s, end_s, task["exchange"]))
-    cluster = Cluster(
-        whole(given["ranks"], "ranks", 1),
-        whole(given["tokens_per_rank"], "tokens_per_rank", 1),
-        whole(given["ranks_per_node"], "ranks_per_node", 1),
-    )
-    return Plan(
-        policy=name,
-        mode=given["mode"],
-        cluster=cluster,
-        whole_below_tokens=given["whole_below_tokens"],
-        samples=tuple(samples),
-        tasks=tuple(tasks),
-        bound_s=_seconds(step, "bound_s"),
-    )
-
-
 def _subject(body: Mapping[str, Any], file_name: str, step: int | None) -> Subject:
     given, served = body["inputs"], _served(body)
     name, policy = _main_policy(body)
@@ -142,26 +112,9 @@ def _subject(body: Mapping[str, Any], file_name: str, step: int | None) -> Subje
     compared = [name, *([baseline] if baseline and baseline != name else [])]
     steps = policy["steps"]
     chosen = choose_steps([_seconds(one, "step_s") for one in steps], MOST_STEPS, step)
-    plans = {
-        (which, index): _plan(body, which, served[which]["steps"][index])
-        for which in compared
-        for index in chosen
-        if "tasks" in served[which]["steps"][index]
-    }
-    main = [plans[name, index] for index in chosen]
-    rows = shown_ranks(given["ranks"])
-    notices = [str(notice) for notice in given["notices"]]
-    if len(rows) < given["ranks"]:
-        notices.append(f"Timelines show every {rows[1] - rows[0]}th of {given['ranks']:,} ranks.")
-    if len(chosen) < len(steps):
-        notices.append(
-            f"Timelines, lengths and memory are of {len(chosen)} of {len(steps):,} steps: "
-            f"{', '.join(map(str, chosen))}."
-        )
-    timelines = []
-    for index in chosen:
-        panels = [Panel(which, _boxes(plans[which, index])) for which in compared if (which, index) in plans]
-        timelines.append(Timeline(index, tuple(panels), _seconds(steps[index], "bound_s")))
+    timelines = [_timeline(given, served, compared, index) for index in chosen]
+    main = [timeline.plans[0] for timeline in timelines]
+    curves, gaps = _curves(served, compared)
     return Subject(
         title=file_name,
         subtitle=f"{given['model']} on {given['ranks']:,} × {given['hardware']}",
@@ -170,32 +123,81 @@ def _subject(body: Mapping[str, Any], file_name: str, step: int | None) -> Subje
         advice=(),
         good=not str(body["verdict"]).startswith("Not worth"),
         facts=_facts(given, policy, served.get(baseline)),
-        notices=tuple(notices),
-        cluster=main[0].cluster,
-        mode=main[0].mode,
-        whole_below_tokens=main[0].whole_below_tokens,
-        ranks_shown=rows,
+        notices=tuple(_notices(given, chosen, len(steps))),
         steps=tuple(range(len(steps))),
         focus=chosen[0] if step is None else step,
-        curves=(
-            *(
-                Curve(which, tuple(_seconds(step, "step_s") for step in served[which]["steps"]), style)
-                for which, style in zip(compared, ("main", "other"), strict=False)
-            ),
-            Curve("bound", tuple(_seconds(step, "bound_s") for step in steps), "bound"),
-        ),
-        gaps=tuple(
-            Curve(which, tuple(number(step["gap"], "gap", 0.0) for step in served[which]["steps"]), style)
-            for which, style in zip(compared, ("main", "other"), strict=False)
-        ),
+        curves=curves,
+        gaps=gaps,
         timelines=tuple(timelines),
         lengths=_lengths(main),
         degrees=_degrees(main, policy["degrees"]),
-        memory=_memory(main),
+        memory=_held(main),
         policies=_policies(body["policies"]),
         baseline=baseline,
         policy=name,
     )
+
+
+def _timeline(
+    given: Mapping[str, Any], served: Mapping[str, Any], compared: Sequence[str], index: int
+) -> Timeline:
+    """One step by all that are compared and told their tasks."""
+    cluster = Cluster(
+        whole(given["ranks"], "ranks", 1),
+        whole(given["tokens_per_rank"], "tokens_per_rank", 1),
+        whole(given["ranks_per_node"], "ranks_per_node", 1),
+    )
+    steps = [(name, served[name]["steps"][index]) for name in compared]
+    told = [(name, step) for name, step in steps if "tasks" in step]
+    panels = [Panel(name, tuple(map(_box, count(), step["tasks"]))) for name, step in told]
+    bounds_s = [_seconds(step, "bound_s") for _, step in told]
+    plans = [
+        plan_of(
+            panel,
+            bound_s,
+            mode=given["mode"],
+            cluster=cluster,
+            whole_below_tokens=given["whole_below_tokens"],
+        )
+        for panel, bound_s in zip(panels, bounds_s, strict=True)
+    ]
+    return Timeline(index, tuple(panels), bounds_s[0], cluster, tuple(plans))
+
+
+def _box(key: int, task: Mapping[str, Any]) -> Box:
+    ranks = tuple(whole(rank, "a rank") for rank in task["ranks"])
+    if not ranks:
+        raise ValueError("a task has no ranks")
+    start_s, end_s = number(task["start_s"], "start_s", 0.0), number(task["end_s"], "end_s")
+    if not start_s < end_s:
+        raise ValueError(f"a task goes from {start_s} s to {end_s} s")
+    return Box(key, len(ranks), ranks, pack_of(task), start_s, end_s, int(task["wave"]))
+
+
+def _notices(given: Mapping[str, Any], chosen: Sequence[int], steps: int) -> list[str]:
+    notices = [str(notice) for notice in given["notices"]]
+    rows = shown_ranks(given["ranks"], MOST_ROWS)
+    if len(rows) < given["ranks"]:
+        notices.append(f"Timelines show every {rows[1] - rows[0]}th of {given['ranks']:,} ranks.")
+    if len(chosen) < steps:
+        notices.append(
+            f"Timelines, lengths and memory are of {len(chosen)} of {steps:,} steps: "
+            f"{', '.join(map(str, chosen))}."
+        )
+    return notices
+
+
+def _curves(
+    served: Mapping[str, Any], compared: Sequence[str]
+) -> tuple[tuple[Curve, ...], tuple[Curve, ...]]:
+    """Seconds a step with the bound, and their ratio to it."""
+    curves, gaps = [], []
+    for name, style in zip(compared, ("main", "other"), strict=False):
+        steps = served[name]["steps"]
+        curves.append(Curve(name, tuple(_seconds(step, "step_s") for step in steps), style))
+        gaps.append(Curve(name, tuple(number(step["gap"], "gap", 0.0) for step in steps), style))
+    bounds_s = tuple(_seconds(step, "bound_s") for step in served[compared[0]]["steps"])
+    return (*curves, Curve("bound", bounds_s, "bound")), tuple(gaps)
 
 
 def _seconds(values: Mapping[str, Any], name: str) -> float:
@@ -228,23 +230,7 @@ def _facts(
     )
 
 
-def _boxes(plan: Plan) -> tuple[Box, ...]:
-    return tuple(
-        Box(
-            key=index,
-            degree=task.degree,
-            ranks=task.ranks,
-            samples=tuple(sample.id for sample in plan.pack(task)),
-            tokens=tuple(sample.tokens for sample in plan.pack(task)),
-            start_s=task.start_s,
-            end_s=task.end_s,
-            wave=task.wave,
-        )
-        for index, task in enumerate(plan.tasks)
-    )
-
-
-def _lengths(plans: Sequence[Plan]) -> Any:
+def _lengths(plans: Sequence[Plan]) -> Lengths:
     counter = LengthCounter()
     for plan in plans:
         counter.add(sample.tokens for sample in plan.samples)
@@ -260,7 +246,7 @@ def _degrees(plans: Sequence[Plan], tasks: Mapping[str, int]) -> tuple[DegreeSha
     return tuple(DegreeShare(d, counts[d], float(rank_s[d])) for d in sorted(counts))
 
 
-def _memory(plans: Sequence[Plan]) -> Memory:
+def _held(plans: Sequence[Plan]) -> TokensHeld:
     """Ranks run one task at a time, so the most they hold is their fullest task."""
     cluster = plans[0].cluster
     peaks = [0] * cluster.ranks
@@ -269,23 +255,24 @@ def _memory(plans: Sequence[Plan]) -> Memory:
             layout = make_layout(plan.pack(task), task.degree, plan.whole_below_tokens)
             for member, rank in enumerate(task.ranks):
                 peaks[rank] = max(peaks[rank], layout.rows(member))
-    return Memory(tuple(range(cluster.ranks)), tuple(peaks), cluster.tokens_per_rank)
+    return TokensHeld(tuple(range(cluster.ranks)), tuple(peaks), cluster.tokens_per_rank)
 
 
-def _policies(policies: Mapping[str, Any]) -> tuple[PolicyRow, ...]:
+def _policies(policies: Mapping[str, Any]) -> tuple[Outcome, ...]:
     rows = []
     for name, policy in policies.items():
         if "refusal" in policy:
-            rows.append(PolicyRow(name, refusal=str(policy["refusal"]) or "no reason given"))
+            rows.append(Outcome(name, refusal=str(policy["refusal"]) or "no reason given"))
             continue
         rows.append(
-            PolicyRow(
+            Outcome(
                 name,
                 step_s=_seconds(policy, "step_s"),
                 bound_s=_seconds(policy, "bound_s"),
                 waves=number(policy["waves"], "waves", 0.0),
-                degrees={int(degree): int(count) for degree, count in policy["degrees"].items()},
+                degrees={int(degree): int(tasks) for degree, tasks in policy["degrees"].items()},
                 idle_share=number(policy["idle_share"], "idle_share", -1.0),
+                communication_share=number(policy["communication_share"], "communication_share", -1.0),
             )
         )
     return tuple(rows)

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from flexcp.report.bands import BANDS, band
+from flexcp.report.markup import Markup, element, percent
 from flexcp.report.page.charts import Scale, seconds
-from flexcp.report.page.limits import MOST_BOXES
-from flexcp.report.page.markup import Markup, element, percent
+from flexcp.report.page.limits import MOST_BOXES, MOST_ROWS
 from flexcp.report.page.subject import Box, Mark, Panel, Timeline
-from flexcp.report.tables import format_ranks, format_seconds, rank_runs
+from flexcp.report.scales import label_distance, shown_ranks
+from flexcp.report.tables import format_seconds, rank_runs, task_words
 
 AXIS = 64
 _HEAD, _FOOT = 26, 40
@@ -25,15 +26,9 @@ class Gantt:
     notice: str = ""
 
 
-def draw(timeline: Timeline, ranks: Sequence[int], ranks_per_node: int) -> Gantt:
-    """Draw the rows of some ranks.
-
-    Args:
-        timeline: panels of one step.
-        ranks: those with a row, ascending.
-        ranks_per_node: rows of different nodes are told apart.
-    """
-    rows, notice = _affordable(timeline, ranks)
+def draw(timeline: Timeline) -> Gantt:
+    """Draw one step, as many of its ranks as a page can show."""
+    rows, notice = _affordable(timeline, shown_ranks(timeline.cluster.ranks, MOST_ROWS))
     row = min(22.0, max(5.0, 400.0 / len(rows)))
     ends_s = [panel.end_s for panel in timeline.panels]
     ends_s += [mark.end_s for panel in timeline.panels for mark in panel.marks]
@@ -45,7 +40,7 @@ def draw(timeline: Timeline, ranks: Sequence[int], ranks_per_node: int) -> Gantt
     for number, panel in enumerate(timeline.panels):
         top = number * (height + _HEAD) + _HEAD
         parts.append(_panel(panel, rows, row, top, end_s))
-        labels.extend(_labels(rows, row, top, ranks_per_node))
+        labels.extend(_labels(rows, row, top, timeline.cluster.ranks_per_node))
         if number == 0:
             parts.extend(_bound(timeline.bound_s, end_s, top, height))
     bottom = len(timeline.panels) * (height + _HEAD)
@@ -114,16 +109,8 @@ def _stretches(box: Box, place: dict[int, int]) -> Iterator[tuple[int, int, floa
 
 
 def _tip(box: Box) -> str:
-    samples = f"{len(box.samples)} samples" if len(box.samples) > 1 else f"sample {box.samples[0]}"
-    longest = f", longest {max(box.tokens):,}" if len(box.tokens) > 1 else ""
-    where = format_ranks(box.ranks) if len(box.ranks) <= 64 else f"{min(box.ranks)} … {max(box.ranks)}"
-    known = f"ranks {where}" if len(box.ranks) == box.degree else f"among them {where}"
     waited = f"\nwaited {format_seconds(box.ring_wait_s)} for messages" if box.ring_wait_s else ""
-    return (
-        f"{samples}, {sum(box.tokens):,} tokens{longest}\n"
-        f"degree {box.degree}: {known}\n"
-        f"{format_seconds(box.end_s - box.start_s)}, from {box.start_s:.3f} s to {box.end_s:.3f} s{waited}"
-    )
+    return task_words(box.pack, box.degree, box.ranks, box.start_s, box.end_s) + waited
 
 
 def _mark(mark: Mark, place: dict[int, int], row: float, top: float, end_s: float) -> Markup:
@@ -143,7 +130,7 @@ def _mark(mark: Mark, place: dict[int, int], row: float, top: float, end_s: floa
 def _labels(rows: Sequence[int], row: float, top: float, ranks_per_node: int) -> Iterator[Markup]:
     """Numbers of ranks as dense as they can be read; the first of a node in bold."""
     stride = rows[1] - rows[0] if len(rows) > 1 else 1
-    apart = next(k for k in _steps(ranks_per_node) if k * row >= 13 * stride)
+    apart = label_distance(ranks_per_node, row / stride)
     for index, rank in enumerate(rows):
         if rank % apart:
             continue
@@ -158,12 +145,6 @@ def _labels(rows: Sequence[int], row: float, top: float, ranks_per_node: int) ->
     middle = top + row * len(rows) / 2
     turned = f"translate(12 {middle:.0f}) rotate(-90)"
     yield element("text", "rank", class_="unit", transform=turned, text_anchor="middle")
-
-
-def _steps(ranks_per_node: int) -> Iterator[int]:
-    """Distances of labels that meet the first rank of every node: parts of a node, then whole nodes."""
-    yield from (k for k in range(1, ranks_per_node) if ranks_per_node % k == 0)
-    yield from (ranks_per_node * 2**k for k in range(40))
 
 
 def _bound(bound_s: float, end_s: float, top: float, height: float) -> Iterator[Markup]:

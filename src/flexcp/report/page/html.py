@@ -7,7 +7,7 @@ import hashlib
 from importlib import resources
 
 from flexcp.report.bands import BANDS
-from flexcp.report.page.markup import Markup, element, join
+from flexcp.report.markup import Markup, element, join
 from flexcp.report.page.sections import sections
 from flexcp.report.page.subject import Subject
 

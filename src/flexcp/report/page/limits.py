@@ -9,12 +9,3 @@ MOST_RANK_FILES = 256  # traces read of a run
 MOST_POINTS = 400  # of a curve
 MOST_BARS = 64  # of a bar chart
 MOST_DOTS = 1500  # of the scatter of predicted and measured
-
-
-def shown_ranks(ranks: int, most: int = MOST_ROWS) -> tuple[int, ...]:
-    """Every k-th rank, from 0.
-
-    >>> shown_ranks(4), shown_ranks(9, most=4)
-    ((0, 1, 2, 3), (0, 3, 6))
-    """
-    return tuple(range(0, ranks, -(-ranks // most)))

@@ -8,9 +8,12 @@ from pathlib import Path
 
 from flexcp.core.errors import InputError
 from flexcp.core.jsonl import ends_whole, number, readable, whole
-from flexcp.core.run_folder import trace_path
-from flexcp.core.trace import Span, read_spans
+from flexcp.core.run_folder import Attempt, attempt_path, read_attempts, trace_path
+from flexcp.core.sample import Sample
+from flexcp.core.trace import Span, pack_of, read_spans
+from flexcp.report.page.limits import MOST_RANK_FILES
 from flexcp.report.page.subject import LengthCounter, Mark
+from flexcp.report.scales import shown_ranks
 
 
 @dataclass(slots=True)
@@ -21,8 +24,7 @@ class SeenTask:
     """
 
     degree: int
-    samples: tuple[int, ...]
-    tokens: tuple[int, ...]
+    pack: tuple[Sample, ...]
     predicted_start_s: float
     predicted_s: float
     wave: int
@@ -31,19 +33,20 @@ class SeenTask:
 
 
 class SeenStep:
-    """Tasks and other spans of one step."""
+    """Tasks and other spans of one step; `whole` if all ranks of it were read."""
 
     def __init__(self) -> None:
-        self._tasks: dict[tuple[tuple[int, ...], float], SeenTask] = {}
+        self._tasks: dict[tuple[tuple[Sample, ...], float], SeenTask] = {}
         self.marks: list[SeenMark] = []
+        self.whole = False
 
     @property
     def tasks(self) -> list[SeenTask]:
         """In the order in which they were met."""
         return list(self._tasks.values())
 
-    def add(self, span: Span) -> None:
-        """One span of one rank."""
+    def add(self, span: Span, pack: tuple[Sample, ...]) -> None:
+        """One span of one rank; `pack` is of its task."""
         detail = span.detail or {}
         if span.name == "ring wait":
             return  # inside of its task, whose span has the sum
@@ -51,12 +54,11 @@ class SeenStep:
             self.marks.append(SeenMark(span.rank, span.name, span.start_s, span.end_s))
             return
         # A batch that spans epochs may hold a sample twice, but never at the same time on the same ranks.
-        key = (tuple(detail["samples"]), number(detail["predicted_start_s"], "predicted_start_s", 0.0))
+        key = (pack, number(detail["predicted_start_s"], "predicted_start_s", 0.0))
         if key not in self._tasks:
             self._tasks[key] = SeenTask(
                 degree=detail["degree"],
-                samples=key[0],
-                tokens=tuple(detail["tokens"]),
+                pack=pack,
                 predicted_start_s=key[1],
                 predicted_s=number(detail["predicted_s"], "predicted_s", 0.0),
                 wave=whole(detail["wave"], "wave"),
@@ -82,46 +84,55 @@ class Traces:
     Attributes:
         steps: the steps asked for.
         rank_s: seconds per degree over all ranks, scaled up where not all were read.
-        peak_rows: per rank, the most tokens it held at a time.
-        whole: whether every rank was read.
+        peak_rows: per rank, the most tokens it held at a time; of attempts with the budget of the newest.
+        notices: what is missing.
     """
 
     steps: dict[int, SeenStep]
-    whole: bool
     lengths: LengthCounter = field(default_factory=LengthCounter)
     rank_s: dict[int, float] = field(default_factory=dict)
     peak_rows: dict[int, int] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
 
 
-def read_traces(folder: Path, ranks: Sequence[int], steps: set[int]) -> Traces:
-    """Read the spans of some ranks, of the latest attempt at every step.
+def read_traces(folder: Path, attempts: Sequence[Attempt], steps: set[int]) -> Traces:
+    """Read the spans of every attempt as far as no later one took over; of many ranks, those of some.
 
     Raises:
-        InputError: there are no traces, or a line is damaged or lacks what a task's span has.
+        InputError: a line is damaged or lacks what a task's span has.
     """
-    attempts = _attempts(folder)
-    scale = float(ranks[1] - ranks[0]) if len(ranks) > 1 else 1.0
-    traces = Traces({step: SeenStep() for step in steps}, whole=scale == 1.0)
-    missing: set[int] = set()
-    for first_step, upto in zip(attempts, [*attempts[1:], None], strict=True):
-        for rank in ranks:
-            path = trace_path(folder, first_step, rank)
-            with readable(path):
-                there = path.is_file()
-            if not there:
-                missing.add(rank)
-                continue
-            if not ends_whole(path):
-                traces.notices.append(f"{path.name} ends inside a line: what followed is not shown.")
-            traces.peak_rows.setdefault(rank, 0)
-            for span in read_spans(path):
-                if span.step >= first_step and (upto is None or span.step < upto):
-                    _count(traces, span, scale, path)
-    if missing:
-        traces.notices.append(f"Traces of {len(missing)} ranks are missing, the first is {min(missing)}.")
-        traces.whole = False
+    traces = Traces({step: SeenStep() for step in steps})
+    for attempt in attempts:
+        cluster = attempt.info.cluster
+        ranks = shown_ranks(cluster.ranks, MOST_RANK_FILES)
+        budgeted = cluster.tokens_per_rank == attempts[-1].info.cluster.tokens_per_rank
+        missing = [rank for rank in ranks if not _read_rank(folder, attempt, rank, ranks, budgeted, traces)]
+        for step in filter(attempt.covers, steps):
+            traces.steps[step].whole = not missing and len(ranks) == cluster.ranks
+        if missing:
+            since = f" from step {attempt.first_step} on" if len(attempts) > 1 else ""
+            traces.notices.append(
+                f"Traces of {len(missing)} ranks are missing{since}, the first is {missing[0]}."
+            )
     return traces
+
+
+def _read_rank(
+    folder: Path, attempt: Attempt, rank: int, ranks: Sequence[int], budgeted: bool, traces: Traces
+) -> bool:
+    """Take in the spans of one rank; whether it left any file."""
+    path = trace_path(folder, attempt.first_step, rank)
+    with readable(path):
+        there = path.is_file()
+    if not there:
+        return False
+    if not ends_whole(path):
+        traces.notices.append(f"{path.name} ends inside a line: what followed is not shown.")
+    scale = float(ranks[1] - ranks[0]) if len(ranks) > 1 else 1.0
+    rows = [_count(traces, span, scale, path) for span in read_spans(path) if attempt.covers(span.step)]
+    if budgeted:
+        traces.peak_rows[rank] = max(traces.peak_rows.get(rank, 0), *rows, 0)
+    return True
 
 
 def latest_spans(folder: Path) -> Iterator[Span]:
@@ -130,7 +141,7 @@ def latest_spans(folder: Path) -> Iterator[Span]:
     Raises:
         InputError: there are no traces, or a line is damaged.
     """
-    last = trace_path(folder, _attempts(folder)[-1], 0).parent
+    last = attempt_path(folder, read_attempts(folder)[-1].first_step)
     with readable(last):
         paths = sorted(last.iterdir())
     for path in paths:
@@ -138,39 +149,25 @@ def latest_spans(folder: Path) -> Iterator[Span]:
             yield from read_spans(path)
 
 
-def _attempts(folder: Path) -> list[int]:
-    trace = folder / "trace"
-    with readable(trace):  # a pattern would pass over a folder that cannot be read
-        names = [path.name for path in trace.iterdir()] if trace.is_dir() else []
-    ends = [name.removeprefix("from-step-") for name in names if name.startswith("from-step-")]
-    numbers = sorted(int(end) for end in ends if end.isdecimal())
-    if not numbers:
-        raise InputError(
-            f"{folder} has no trace folder, so nobody knows what ran where",
-            "Copy the whole run folder; trace/ is written beside metrics.jsonl.",
-        )
-    return numbers
-
-
-def _count(traces: Traces, span: Span, scale: float, path: Path) -> None:
+def _count(traces: Traces, span: Span, scale: float, path: Path) -> int:
+    """Take in one span; the tokens that its task held on its rank, 0 of other spans."""
     try:
         detail = span.detail or {}
+        degree = rows = 0
+        pack: tuple[Sample, ...] = ()
         if span.name == "task":
             degree, rows = whole(detail["degree"], "degree", 1), whole(detail["rows"], "rows")
-            tokens = [whole(length, "a length", 1) for length in detail["tokens"]]
-            if len([whole(sample, "a sample") for sample in detail["samples"]]) != len(tokens):
-                raise ValueError("samples, which are not as many as tokens")
+            pack = pack_of(detail)
         if span.step in traces.steps:
-            traces.steps[span.step].add(span)
-        if span.name != "task":
-            return
-        # Every rank of a group counts its share of the pack, so all together count it once.
-        traces.lengths.add(tokens, scale / degree)
-        seconds = scale * (span.end_s - span.start_s)
-        traces.rank_s[degree] = traces.rank_s.get(degree, 0.0) + seconds
-        traces.peak_rows[span.rank] = max(traces.peak_rows[span.rank], rows)
+            traces.steps[span.step].add(span, pack)
     except (LookupError, TypeError, ValueError) as error:
         raise InputError(
             f"{path}: a task of step {span.step} lacks or garbles {error}",
             "Read it with the version of flexcp that wrote it, or run again.",
         ) from None
+    if span.name == "task":
+        # Every rank of a group counts its share of the pack, so all together count it once.
+        traces.lengths.add((sample.tokens for sample in pack), scale / degree)
+        seconds = scale * (span.end_s - span.start_s)
+        traces.rank_s[degree] = traces.rank_s.get(degree, 0.0) + seconds
+    return rows

@@ -12,6 +12,7 @@ from flexcp.core.cluster import Cluster
 from flexcp.core.errors import InputError
 from flexcp.core.plan import Mode, Plan, Task
 from flexcp.core.sample import Sample
+from flexcp.planner.outcome import Outcome
 
 Origin = Literal["planned", "measured", "simulated"]
 
@@ -23,7 +24,7 @@ class Box:
     Attributes:
         key: the same for one task in both panels.
         degree: ranks that share it; `ranks` may be fewer, where not all ranks were read.
-        samples, tokens: ids and lengths of its pack.
+        pack: its samples.
         start_s, end_s: from the start of the step.
         by_rank: (start, end) of each rank, where every rank has its own.
     """
@@ -31,8 +32,7 @@ class Box:
     key: int
     degree: int
     ranks: tuple[int, ...]
-    samples: tuple[int, ...]
-    tokens: tuple[int, ...]
+    pack: tuple[Sample, ...]
     start_s: float
     end_s: float
     wave: int = 0
@@ -66,11 +66,21 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One step: what is compared, on one axis of time. `bound_s` belongs to the first panel."""
+    """One step: what is compared, on one axis of time.
+
+    Attributes:
+        step: its index.
+        panels: the same tasks, or those of two policies.
+        bound_s: of the first panel.
+        cluster: what the step ran on, which another step may not have.
+        plans: the panels as plans, for drawings of plans; none where not all ranks were read.
+    """
 
     step: int
     panels: tuple[Panel, ...]
     bound_s: float
+    cluster: Cluster
+    plans: tuple[Plan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,25 +111,12 @@ class DegreeShare:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class TokensHeld:
     """The most tokens that each rank held at a time, against what it may hold."""
 
     ranks: tuple[int, ...]
     peak_tokens: tuple[int, ...]
     capacity_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyRow:
-    """What one policy makes of the same samples; only `name` and `refusal` where it cannot serve."""
-
-    name: str
-    step_s: float = 0.0
-    bound_s: float = 0.0
-    waves: float = 0.0
-    degrees: Mapping[int, int] = field(default_factory=dict)
-    idle_share: float = 0.0
-    refusal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +127,6 @@ class Subject:
         title, subtitle: what it is called, and what ran on what.
         good: whether the verdict calls for nothing.
         facts: name and value, short.
-        cluster, mode, whole_below_tokens: of all its plans; see `core.plan.Plan`.
-        ranks_shown: rows of the timelines.
         focus: the step whose timeline shows first.
         curves: seconds a step; `gaps`: ratios a step; both over `steps`.
         pairs: predicted and measured seconds of each task of the timelines, with a word on it.
@@ -146,10 +141,6 @@ class Subject:
     good: bool
     facts: tuple[tuple[str, str], ...]
     notices: tuple[str, ...]
-    cluster: Cluster
-    mode: Mode
-    whole_below_tokens: int
-    ranks_shown: tuple[int, ...]
     steps: tuple[int, ...]
     focus: int
     curves: tuple[Curve, ...]
@@ -157,8 +148,8 @@ class Subject:
     timelines: tuple[Timeline, ...]
     lengths: Lengths
     degrees: tuple[DegreeShare, ...]
-    memory: Memory
-    policies: tuple[PolicyRow, ...]
+    memory: TokensHeld
+    policies: tuple[Outcome, ...]
     baseline: str
     policy: str
     pairs: tuple[tuple[float, float, str], ...] = ()
@@ -170,43 +161,30 @@ def no_such_step(step: int, steps: Sequence[int]) -> InputError:
     return InputError(f"there is no step {step}", f"The steps are {min(steps)} to {max(steps)}.")
 
 
-def plans_of(subject: Subject, step: int | None) -> list[Plan]:
-    """The panels of one timeline as plans, for drawings of plans; none where not all ranks were read.
-
-    Samples have no spans, which no drawing shows. A measured task starts when its last rank has come.
+def plans_of(subject: Subject, step: int | None) -> tuple[Plan, ...]:
+    """The panels of one timeline as plans; none where not all ranks were read.
 
     Raises:
         InputError: there is no timeline of that step.
     """
     known = {timeline.step: timeline for timeline in subject.timelines}
     if not known:
-        return []
+        return ()
     chosen = (subject.focus if subject.focus in known else min(known)) if step is None else step
     if chosen not in known:
         raise no_such_step(chosen, subject.steps)
-    timeline = known[chosen]
-    boxes = [box for panel in timeline.panels for box in panel.boxes]
-    if any(len(box.ranks) != box.degree for box in boxes):
-        return []
-    return [_plan(subject, panel, timeline.bound_s) for panel in timeline.panels]
+    return known[chosen].plans
 
 
-def _plan(subject: Subject, panel: Panel, bound_s: float) -> Plan:
+def plan_of(panel: Panel, bound_s: float, *, mode: Mode, cluster: Cluster, whole_below_tokens: int) -> Plan:
+    """A panel as a plan, by its name; a measured task starts when its last rank has come."""
     samples: list[Sample] = []
     tasks = []
     for box in sorted(panel.boxes, key=lambda box: (box.wave, box.start_s, box.ranks)):
         first = len(samples)
-        samples.extend(Sample(i, tokens) for i, tokens in zip(box.samples, box.tokens, strict=True))
+        samples.extend(box.pack)
         tasks.append(Task(tuple(range(first, len(samples))), box.ranks, box.wave, box.start_s, box.end_s))
-    return Plan(
-        policy=panel.name,
-        mode=subject.mode,
-        cluster=subject.cluster,
-        whole_below_tokens=subject.whole_below_tokens,
-        samples=tuple(samples),
-        tasks=tuple(tasks),
-        bound_s=bound_s,
-    )
+    return Plan(panel.name, mode, cluster, whole_below_tokens, tuple(samples), tuple(tasks), bound_s)
 
 
 class LengthCounter:
