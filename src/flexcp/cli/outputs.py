@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -21,7 +23,7 @@ def require_writable(path: Path) -> None:
             raise ConfigError(f"--out {path} is a folder", "Name a file in it.")
         if path.is_file():
             path.open("ab").close()
-        elif not path.exists():
+        if _is_replaced(path) or not path.exists():
             # Permissions alone do not tell: some file systems take no new files, whoever asks.
             tempfile.TemporaryFile(dir=path.resolve().parent).close()
     except OSError as error:
@@ -29,15 +31,34 @@ def require_writable(path: Path) -> None:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write a whole file.
+    """Write a whole file: what was there stays whole until the new one is.
 
     Raises:
         ConfigError: the system refuses.
     """
     try:
-        path.write_text(text, encoding="utf-8")
+        if _is_replaced(path):
+            _replace(path, text)
+        else:
+            path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise _refused(path, error) from None
+
+
+def _is_replaced(path: Path) -> bool:
+    """Devices, pipes and links (/dev/stdout is one) are written to, and stay what they are."""
+    return not path.is_symlink() and (path.is_file() or not path.exists())
+
+
+def _replace(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        if path.exists():
+            shutil.copymode(path, aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _refused(path: Path, error: OSError) -> ConfigError:
