@@ -22,7 +22,7 @@ def test_what_was_there_stays_until_the_new_one_is_whole(tmp_path):
 
 
 def test_whoever_reads_the_old_one_reads_it_to_its_end(tmp_path):
-    """A new file takes its place, with the permissions that the old one had; one that is new has the usual."""
+    """A new file takes its place, with the permissions of the old one; one that is new has the usual."""
     kept, fresh = tmp_path / "kept.json", tmp_path / "fresh.json"
     kept.write_text("as it was")
     kept.chmod(0o640)

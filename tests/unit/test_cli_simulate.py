@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.unit.test_cli import flat
 
 from flexcp.cli import main
 from flexcp.core.run_folder import read_info, read_reports, trace_path
 from flexcp.core.trace import read_spans
+from flexcp.report.tables import format_seconds
 
 LENGTHS = Path(__file__).parents[1] / "data" / "python_source_lengths_qwen.json"
 CALL = ["simulate", str(LENGTHS), "--model", "qwen3-8b", "--ranks", "16", "--tokens-per-rank", "16384"]
@@ -144,11 +146,80 @@ def test_memory_and_sharding_decide_the_tokens_of_a_rank(capfd):
     call = [part for part in CALL if part not in ("--tokens-per-rank", "16384")]
     held = []
     for memory in ("80GB", "90GB"):
-        options = ["--memory", memory, "--sharding", "zero3", "--steps", "1", "--json"]
+        options = ["--memory", memory, "--sharding", "zero3", "--mode", "lockstep", "--steps", "1", "--json"]
         assert main([*call, *options]) == 0
         held.append(json.loads(capfd.readouterr().out)["inputs"]["tokens_per_rank"])
 
     assert held[0] < held[1]
+
+
+FROM_MEMORY = [part for part in CALL if part not in ("--tokens-per-rank", "16384")]
+
+
+def test_what_shardings_exchange_is_in_the_times(capfd):
+    """In lockstep: nothing hides it, or tasks do; the tasks themselves take what the plan says."""
+    bodies = {}
+    for sharding in ("zero1", "zero2", "zero3"):
+        for reduce in ("end", "overlap", "none"):
+            options = ["--mode", "lockstep", "--sharding", sharding, "--reduce", reduce, "--json"]
+            assert main([*FROM_MEMORY, *options]) == 0
+            bodies[sharding, reduce] = json.loads(capfd.readouterr().out)["steps"][0]
+    gathered = {key: step["gather_s"] for key, step in bodies.items()}
+
+    assert all(step["measured_s"] == pytest.approx(step["predicted_s"]) for step in bodies.values())
+    assert gathered["zero3", "end"] > gathered["zero2", "end"] > 0 == gathered["zero1", "end"]
+    assert gathered["zero3", "overlap"] < gathered["zero3", "end"]
+    assert gathered["zero3", "none"] == 0
+    assert bodies["zero1", "end"]["reduce_s"] > bodies["zero2", "end"]["reduce_s"] > 0
+    assert bodies["zero3", "end"]["reduce_s"] == pytest.approx(0, abs=1e-9)
+    for step in bodies.values():
+        assert sum(step["shares"].values()) == pytest.approx(1.0)
+        assert step["shares"]["gather"] == pytest.approx(step["gather_s"] / step["step_s"])
+
+
+def test_shardings_that_need_waves_are_refused_to_run_freely(capfd):
+    """The remedy says what training has; `plan`, which prices none of it, says so."""
+    assert main([*FROM_MEMORY, "--sharding", "zero3"]) == 2
+    shown = flat(capfd.readouterr().err)
+    assert "zero3 exchanges weights or gradients of all ranks while tasks run" in shown
+    assert "Give --mode lockstep, or zero1: FSDP2 as flexcp train runs it" in shown
+
+    plan = ["plan", *FROM_MEMORY[1:], "--sharding", "zero3", "--json"]
+    assert main(plan) == 0
+    notices = " ".join(json.loads(capfd.readouterr().out)["inputs"]["notices"])
+    assert "zero3 decides the tokens of a rank here and is not in the times" in notices
+
+
+def test_policies_meet_the_same_day(capfd):
+    """Several in one call are what each is alone; quantiles are those of its steps."""
+    day = ["--jitter", "0.1", "--jitter-seed", "5"]
+    together = told(capfd, "--policy", "flexcp,static", *day)
+    alone = {name: told(capfd, "--policy", name, *day) for name in ("flexcp", "static")}
+
+    assert {name: body["steps"] for name, body in together["policies"].items()} == {
+        name: body["steps"] for name, body in alone.items()
+    }
+    other = told(capfd, "--policy", "flexcp", "--jitter", "0.1", "--jitter-seed", "6")
+    assert [step["tokens"] for step in other["steps"]] == [
+        step["tokens"] for step in alone["flexcp"]["steps"]
+    ]
+    assert steps_s(other) != steps_s(alone["flexcp"])
+    assert main([*CALL, "--policy", "all", *day]) == 0
+    shown = capfd.readouterr().out
+    median_s = float(np.median(steps_s(alone["static"])))
+    row = next(line for line in shown.splitlines() if line.startswith("static"))
+    assert format_seconds(median_s) in row
+    assert "1.00×" in row
+    assert "flexsp: solves integer programmes" in shown
+
+
+def test_notices_are_told_once_and_change_nothing(capfd):
+    """A failure that comes too late is in the record too."""
+    body = told(capfd, "--fail", "5@9999")
+
+    assert [notice for notice in body["inputs"]["notices"] if "no time to fail" in notice] == [
+        "Rank 5 has no time to fail: the run ends before 9999 s."
+    ]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +239,16 @@ def test_memory_and_sharding_decide_the_tokens_of_a_rank(capfd):
         (["--data", "inf"], "data_s is inf", "at most 1e+06"),
         (["--memory", "64GiB"], "--tokens-per-rank and --memory are both given", "Leave one out"),
         (["--reduce", "ovrlap"], "unknown reduction 'ovrlap'", "Did you mean 'overlap'?"),
-        (["--policy", "all"], "unknown policy 'all'", "Known: flexcp"),
+        (["--policy", "flexcp,al"], "unknown policy 'al'", "Known: all, flexcp"),
+        (
+            ["--policy", "all", "--out", "new"],
+            "--out new is one run, and there are 6 policies",
+            "Give one policy",
+        ),
+        (["--sharding", "zero3"], "--tokens-per-rank and --sharding are both given", "Leave one out"),
+        (["--jitter-seed", "-1"], "seed is -1", "at least 0"),
+        (["--uplinks", "-1"], "uplinks is -1", "leave it out for no limit"),
+        (["--cores", "-1"], "cores is -1", "leave it out for no limit"),
         (["--jitter", "-1"], "jitter is -1.0", "at least 0"),
         (["--uplinks", "0"], "uplinks is 0", "leave it out for no limit"),
         (["--planning", "nan"], "plan_s is nan", "plan_s is a number"),

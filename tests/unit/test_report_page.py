@@ -488,7 +488,7 @@ def test_damaged_plans_are_named(plan_file: Path, tmp_path: Path, capfd, change,
         (["nowhere"], "nowhere does not exist"),
         (["{run}", "--step", "9"], "there is no step 9"),
         (["{plan}", "--step", "2"], "there is no step 2"),
-        (["{run}", "--out", "page.pdf"], "--out page.pdf is neither .html, .svg or .json"),
+        (["{run}", "--out", "page.pdf"], "--out page.pdf is none of .html, .svg, .json"),
         (["{run}", "--out", "no/such/page.html"], "the folder of --out no/such/page.html does not exist"),
     ],
 )

@@ -13,9 +13,10 @@ from flexcp.core.plan import Plan, Task
 from flexcp.core.run_folder import RunInfo, read_info, read_reports, trace_path
 from flexcp.core.sample import Sample, samples_from_lengths
 from flexcp.core.trace import read_spans
+from flexcp.cost.memory import SHARDINGS
 from flexcp.cost.model import CostModel, Link
 from flexcp.planner import make_plan
-from flexcp.simulate import Conditions, Failure, reduction_s, simulate
+from flexcp.simulate import Collectives, Conditions, Failure, collectives, reduction_s, simulate
 from flexcp.simulate.engine import Clock
 from flexcp.simulate.folder import SimulatedFolder
 from flexcp.simulate.pace import jitter
@@ -173,6 +174,48 @@ def test_reduction_on_two_levels():
     assert reduction_s(shape, Cluster(1, 1, 4), cost) == 0.0
     across = total / 4 * 2 / 3 / 5 + 2 * 3.0
     assert reduction_s(shape, Cluster(12, 1, 4), cost, uplinks=2) == pytest.approx(2 * (inside + across))
+
+
+def test_what_shardings_exchange():
+    """By hand, 4 ranks of one node: weights of 2 bytes, gradients of 4, layer by layer in waves."""
+    shape = ModelShape("tiny", 3, 2, heads=1, kv_heads=1, head_dim=2, intermediate=4, vocab=8)
+    cost = CostModel(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 3, Link(100.0, 0.5), Link(100.0, 0.5))
+    cluster = Cluster(4, 1, 4)
+    found = {kind: collectives(shape, cluster, cost, kind, element_bytes=2) for kind in SHARDINGS}
+
+    def one_way_s(element_bytes, times):
+        return element_bytes * shape.parameters * 3 / 4 / 100 + times * 2 * 0.5
+
+    once_s = reduction_s(shape, cluster, cost)
+    assert once_s == pytest.approx(2 * one_way_s(4, 1))
+    assert found["ddp"] == found["zero1"] == Collectives(0.0, once_s)
+    assert found["zero2"] == Collectives(pytest.approx(one_way_s(4, 3)), pytest.approx(one_way_s(2, 1)))
+    assert found["zero3"] == Collectives(pytest.approx(2 * one_way_s(2, 3) + one_way_s(4, 3)), 0.0)
+    for wrong in (0, -1):
+        with pytest.raises(ConfigError, match=f"uplinks is {wrong}"):
+            reduction_s(shape, cluster, cost, uplinks=wrong)
+
+
+def test_collectives_of_waves():
+    """Waves of 4, 3 and 5 s exchange for 3.5 s: after their tasks, or beside them as far as they last."""
+    plan = step_of(TWO_WAVES, ranks=3, mode="lockstep")
+    (after,), spans = run([plan], Conditions(wave_s=3.5, reduce_s=1.0))
+    (beside,), hidden = run([plan], Conditions(wave_s=3.5, reduce_overlap=True))
+
+    assert ends_s(spans) == [4.0, 2.0, 9.5, 10.5, 10.5, 19.0]
+    assert [(s.start_s, s.end_s) for s in spans if s.name == "gather" and s.rank == 0] == [
+        (4.0, 7.5),
+        (10.5, 14.0),
+        (19.0, 22.5),
+    ]
+    assert after.report.step_s == 12.0 + 3 * 3.5 + 1.0
+    assert (after.report.measured_s, after.report.gather_s) == (12.0, 3 * 3.5)
+    assert after.time.total_s == pytest.approx(3 * after.report.step_s)
+    assert ends_s(hidden) == [4.0, 2.0, 6.0, 7.0, 7.0, 12.5]  # the second wave alone is too short
+    assert (beside.report.step_s, beside.report.measured_s, beside.report.gather_s) == (12.5, 12.0, 0.5)
+    assert beside.report.idle_share == pytest.approx(after.report.idle_share)
+    with pytest.raises(ConfigError, match=r"wave_s is 3\.5, and plans are free-running"):
+        run([step_of(TWO_WAVES, ranks=3)], Conditions(wave_s=3.5))
 
 
 def test_reduction_behind_the_last_backward():

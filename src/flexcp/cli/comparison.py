@@ -31,7 +31,7 @@ NOT_WORTH_BELOW = 1.03  # under 3 % the cost model's own error decides, so no pr
 NEARLY_EQUAL = 1.5  # longest over median
 # In the order shown; the policy that the comparison is about comes last.
 _ORDER = ("static", "ulysses", "megatron-dynamic", "flexsp", "paper", "flexcp")
-_ONLY_NAMED = {"flexsp": "solves integer programmes for seconds: --policy flexsp"}
+ONLY_NAMED = {"flexsp": "solves integer programmes for seconds: --policy flexsp"}
 
 Policy = Callable[[Sequence[Sample]], Plan]
 
@@ -103,8 +103,8 @@ def compare(
 
 
 def _row(name: str, batches: Sequence[Sequence[Sample]], setting: Setting, policy: str) -> Outcome:
-    if policy == "all" and name in _ONLY_NAMED:
-        return Outcome(name, refusal=_ONLY_NAMED[name])
+    if policy == "all" and name in ONLY_NAMED:
+        return Outcome(name, refusal=ONLY_NAMED[name])
     planner = Planner(setting.cluster, setting.cost, name, setting.mode)
     return run_policy(name, planner, batches, setting)
 

@@ -39,6 +39,7 @@ from flexcp.report.explain import explain as explain_plan
 from flexcp.report.svg import plan_svg
 from flexcp.report.tables import choice_table, format_degrees, policy_table
 from flexcp.report.timeline import plan_timeline
+from flexcp.simulate.reduction import IN_WAVES
 
 
 def plan(
@@ -126,6 +127,7 @@ def plan(
         megatron=run,
     )
     current_cp = asked.current_cp
+    request.inputs["notices"] = [*request.inputs["notices"], *_unpriced(sharding)]
     outcomes, baseline = compare(request.batches, request.setting, policy=policy, current_cp=current_cp)
     sentence = verdict(outcomes[-1], baseline, request.given.lengths, request.setting)
     changes = changes_of(run, request.setting) if run is not None else ()
@@ -136,6 +138,18 @@ def plan(
         typer.echo(json.dumps(report.as_json(with_tasks=False)))
     else:
         report.show(Console(), explain=explain)
+
+
+def _unpriced(sharding: str | None) -> list[str]:
+    """A sharding that is counted in memory alone."""
+    if sharding not in IN_WAVES:
+        return []
+    notice = (
+        f"{sharding} decides the tokens of a rank here and is not in the times: its ranks exchange weights "
+        f"or gradients in every wave. flexcp simulate --mode lockstep --sharding {sharding} prices that; "
+        "flexcp train has ddp and fsdp2 (zero1), which exchange once a step."
+    )
+    return [notice]
 
 
 def _check_outputs(paths: Sequence[Path]) -> None:

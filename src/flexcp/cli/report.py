@@ -23,7 +23,7 @@ from flexcp.report.page.subject import Subject, plans_of
 from flexcp.report.svg import plans_svg
 from flexcp.report.timeline import plan_timeline
 
-_KINDS = ".html, .svg or .json"
+_FORMS = {".html": "pages", ".svg": "drawings", ".json": "spans"}
 
 
 def report(
@@ -49,10 +49,9 @@ def report(
         raise ConfigError(f"{source} does not exist", "Give a run folder, or the .json of flexcp plan --out.")
     targets = out or [(source if run else source.parent) / "report.html"]
     for path in targets:
-        if path.suffix not in (".html", ".svg", ".json"):
-            raise ConfigError(
-                f"--out {path} is neither {_KINDS}", "Pages are .html, drawings .svg, spans .json."
-            )
+        if path.suffix not in _FORMS:
+            forms = ", ".join(f"{what} are {suffix}" for suffix, what in _FORMS.items())
+            raise ConfigError(f"--out {path} is none of {', '.join(_FORMS)}", f"{forms.capitalize()}.")
         require_writable(path)
     console = Console()
     subject = subject_of_run(source, step) if run else subject_of_plan(source, step)

@@ -4,8 +4,17 @@ Deterministic, and without torch. It decides nothing and measures nothing; it wr
 """
 
 from flexcp.simulate.conditions import Conditions, Failure
-from flexcp.simulate.reduction import reduction_s
+from flexcp.simulate.reduction import Collectives, collectives, reduction_s
 from flexcp.simulate.run import SimulatedStep, simulate
 from flexcp.simulate.split import RankTime
 
-__all__ = ["Conditions", "Failure", "RankTime", "SimulatedStep", "reduction_s", "simulate"]
+__all__ = [
+    "Collectives",
+    "Conditions",
+    "Failure",
+    "RankTime",
+    "SimulatedStep",
+    "collectives",
+    "reduction_s",
+    "simulate",
+]

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import ConfigError
+from flexcp.core.plan import Mode
 
 # What is beyond is no day of a machine, and times would leave the range of numbers.
-_MOST = {"jitter": 2.0, "reduce_s": 1e15, "optimizer_s": 1e6, "plan_s": 1e6, "data_s": 1e6}
+_MOST = {"jitter": 2.0, "reduce_s": 1e15, "wave_s": 1e15, "optimizer_s": 1e6, "plan_s": 1e6, "data_s": 1e6}
 _SLOWEST = 1e-3
 
 
@@ -39,7 +40,9 @@ class Conditions:
         cores: processor cores that the ranks of one node share, each rank at most one; unset: as many as
             needed. Times of the cost model are then core-seconds.
         reduce_s: time of the gradient reduction, see `simulate.reduction`.
-        reduce_overlap: layers are reduced while the last backward still runs.
+        reduce_overlap: layers are reduced while the last backward still runs, and collectives of a wave
+            hide behind its tasks.
+        wave_s: collectives of every wave, for plans in lockstep; see `simulate.reduction.collectives`.
         optimizer_s: time of the optimizer step.
         plan_s, data_s: time to plan one step, and to read its samples; both run in the background.
     """
@@ -52,6 +55,7 @@ class Conditions:
     cores: int | None = None
     reduce_s: float = 0.0
     reduce_overlap: bool = False
+    wave_s: float = 0.0
     optimizer_s: float = 0.0
     plan_s: float = 0.0
     data_s: float = 0.0
@@ -86,12 +90,17 @@ class Conditions:
         """Whether running tasks can slow each other."""
         return self.uplinks is not None or self.cores is not None
 
-    def require_ranks(self, cluster: Cluster) -> None:
-        """Whether all ranks that are named exist.
+    def require_fitting(self, cluster: Cluster, mode: Mode) -> None:
+        """Whether all ranks that are named exist, and waves where they have collectives.
 
         Raises:
-            ConfigError: names the first that does not.
+            ConfigError: names the first rank that does not, or the mode.
         """
+        if self.wave_s and mode != "lockstep":
+            raise ConfigError(
+                f"wave_s is {self.wave_s}, and plans are {mode}",
+                "Collectives in waves need plans in lockstep: all ranks must pass the same waves.",
+            )
         named = [*self.speeds, *([self.failure.rank] if self.failure else [])]
         for rank in named:
             if not 0 <= rank < cluster.ranks:

@@ -1,19 +1,71 @@
-"""The gradient reduction at the end of a step: how long it takes, and when it ends."""
+"""What all ranks do together: reducing gradients, gathering weights; how long it takes, and when it ends."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from flexcp.core.cluster import Cluster
+from flexcp.core.errors import ConfigError
 from flexcp.core.model_shape import ModelShape
+from flexcp.cost.memory import Sharding
 from flexcp.cost.model import CostModel, Link
 
 Array = npt.NDArray[np.float64]
 
 _GRADIENT_BYTES = 4  # gradients add up over the tasks of a step in fp32
+# Gradients or weights are sharded while tasks run, so every backward or forward is a collective of all ranks.
+IN_WAVES: tuple[Sharding, ...] = ("zero2", "zero3")
+
+
+@dataclass(frozen=True, slots=True)
+class Collectives:
+    """Seconds of the collectives of all ranks: in every wave, and at the end of a step."""
+
+    wave_s: float
+    step_s: float
+
+
+def collectives(
+    shape: ModelShape,
+    cluster: Cluster,
+    cost: CostModel,
+    sharding: Sharding,
+    *,
+    element_bytes: int,
+    uplinks: int | None = None,
+) -> Collectives:
+    """What a sharding of weights, gradients and optimizer exchanges.
+
+    - `ddp`, `zero1`: once a step, see `reduction_s`. So the engine runs: `zero1` is its FSDP2, which gathers
+      weights once a step.
+    - `zero2`: gradients are reduced and scattered in every backward, weights gathered once a step.
+    - `zero3`: weights are gathered in every forward and again in every backward (recomputation uses those of
+      the backward), and gradients reduced and scattered in every backward.
+
+    In waves this goes layer by layer, so latencies are waited for once a layer.
+
+    Args:
+        shape: what is sharded.
+        cluster: over which ranks.
+        cost: on which links.
+        sharding: a name of `cost.memory.SHARDINGS`.
+        element_bytes: of a gathered weight.
+        uplinks: see `reduction_s`.
+    """
+    step_s = reduction_s(shape, cluster, cost, uplinks=uplinks)
+    if sharding not in IN_WAVES:
+        return Collectives(0.0, step_s)
+
+    def one_way_s(weight_bytes: int, times: int = shape.layers) -> float:
+        return _everywhere_s(weight_bytes * shape.parameters, times, cluster, cost, uplinks)
+
+    if sharding == "zero2":
+        return Collectives(one_way_s(_GRADIENT_BYTES), one_way_s(element_bytes, 1))
+    return Collectives(2 * one_way_s(element_bytes) + one_way_s(_GRADIENT_BYTES), 0.0)
 
 
 def reduction_s(shape: ModelShape, cluster: Cluster, cost: CostModel, *, uplinks: int | None = None) -> float:
@@ -24,23 +76,33 @@ def reduction_s(shape: ModelShape, cluster: Cluster, cost: CostModel, *, uplinks
     (k - 1)/k of its bytes and waits ceil(log2 k) latencies. With fewer uplinks than ranks in a node, those
     share them.
 
+    Raises:
+        ConfigError: fewer than one uplink.
+
     >>> link = Link(1e9, 0.0)
     >>> cost = CostModel(1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1, link, link)
     >>> shape = ModelShape("tiny", 1, 2, heads=1, kv_heads=1, head_dim=2, intermediate=4, vocab=8)
     >>> shape.parameters, round(1e9 * reduction_s(shape, Cluster(4, 1, 2), cost))  # 2 * (288/2 + 144/2)
     (72, 432)
     """
+    return 2 * _everywhere_s(_GRADIENT_BYTES * shape.parameters, 1, cluster, cost, uplinks)
+
+
+def _everywhere_s(
+    total_bytes: float, times: int, cluster: Cluster, cost: CostModel, uplinks: int | None
+) -> float:
+    """One way of a reduction: so many bytes gathered or scattered over all ranks, in so many parts."""
+    if uplinks is not None and uplinks < 1:
+        raise ConfigError(f"uplinks is {uplinks}", "uplinks is at least 1; leave it out for no limit.")
     in_node = min(cluster.ranks, cluster.ranks_per_node)
     nodes = -(-cluster.ranks // in_node)
-    total_bytes = float(_GRADIENT_BYTES * shape.parameters)
     rate = cost.inter.bytes_per_s * min(1.0, (uplinks or in_node) / in_node)
-    inside_s = _one_way_s(total_bytes, in_node, cost.intra)
-    across_s = _one_way_s(total_bytes / in_node, nodes, Link(rate, cost.inter.latency_s))
-    return 2 * (inside_s + across_s)
+    inside_s = _level_s(total_bytes, times, in_node, cost.intra)
+    return inside_s + _level_s(total_bytes / in_node, times, nodes, Link(rate, cost.inter.latency_s))
 
 
-def _one_way_s(total_bytes: float, members: int, link: Link) -> float:
-    waits_s = math.ceil(math.log2(members)) * link.latency_s
+def _level_s(total_bytes: float, times: int, members: int, link: Link) -> float:
+    waits_s = times * math.ceil(math.log2(members)) * link.latency_s
     return total_bytes * (members - 1) / members / link.bytes_per_s + waits_s
 
 

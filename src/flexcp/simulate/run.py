@@ -23,7 +23,7 @@ from flexcp.simulate.costs import StepCosts
 from flexcp.simulate.reduction import reduction_end_s
 from flexcp.simulate.spans import StepTimes, spans
 from flexcp.simulate.split import RankTime
-from flexcp.simulate.tasks import TaskTimes, run_tasks
+from flexcp.simulate.tasks import TaskTimes, WaveCollectives, run_tasks
 
 Array = npt.NDArray[np.float64]
 Record = Callable[[Span], object]
@@ -82,7 +82,7 @@ class _Run:
 
     def step(self, plan: Plan, *, last: bool) -> SimulatedStep:
         """One step; no plan follows on the last one, so none is waited for."""
-        self._conditions.require_ranks(plan.cluster)
+        self._conditions.require_fitting(plan.cluster, plan.mode)
         costs = StepCosts(plan, self._step, self._cost, self._conditions)
         times = self._times(plan, costs, last=last)
         if self._record is not None:
@@ -104,12 +104,15 @@ class _Run:
         next_plan_at_s = 0.0 if last else self._next_plan_at_s
         opened_s = max(self._now_s, self._data_at_s, next_plan_at_s)
         awaited = "plan" if next_plan_at_s > self._data_at_s else "data"
-        tasks = run_tasks(plan, costs.seconds, costs.sharing(), self._failure_s - opened_s)
+        collectives = WaveCollectives(conditions.wave_s, conditions.reduce_overlap)
+        tasks = run_tasks(plan, costs.seconds, costs.sharing(), self._failure_s - opened_s, collectives)
         last_end_s, backward_s = _last_tasks(plan, tasks, self._cost.passes)
         reduced_s = math.inf
         if np.isfinite(last_end_s).all():
             layers, overlap = self._cost.layers, conditions.reduce_overlap
             reduced_s = reduction_end_s(last_end_s, backward_s, conditions.reduce_s, layers, overlap=overlap)
+            if tasks.gathers:
+                reduced_s = max(reduced_s, tasks.closed_s + conditions.reduce_s)
         end_s = reduced_s + conditions.optimizer_s
         return StepTimes(self._now_s, opened_s, awaited, tasks, last_end_s, reduced_s, end_s)
 
@@ -127,13 +130,14 @@ def _last_tasks(plan: Plan, times: TaskTimes, passes: int) -> tuple[Array, Array
 
 
 def _rank_time(plan: Plan, costs: StepCosts, times: StepTimes) -> RankTime:
-    ranks, makespan_s = plan.cluster.ranks, float(times.last_end_s.max())
+    ranks, tasks = plan.cluster.ranks, times.tasks
     degrees = np.array([task.degree for task in plan.tasks])
-    busy_s = float(degrees @ (times.tasks.end_s - times.tasks.start_s))
+    busy_s = float(degrees @ (tasks.end_s - tasks.start_s))
     return replace(
-        costs.split(times.tasks),
-        idle_s=max(0.0, ranks * makespan_s - busy_s),
-        reduce_s=ranks * (times.reduced_s - makespan_s),
+        costs.split(tasks),
+        idle_s=max(0.0, ranks * tasks.tasks_s - busy_s),
+        gather_s=ranks * tasks.gathered_s,
+        reduce_s=ranks * (times.reduced_s - tasks.closed_s),
         optimizer_s=ranks * (times.end_s - times.reduced_s),
         wait_s=ranks * (times.opened_s - times.begun_s),
     )
@@ -141,7 +145,7 @@ def _rank_time(plan: Plan, costs: StepCosts, times: StepTimes) -> RankTime:
 
 def _report(plan: Plan, step: int, times: StepTimes, time: RankTime, plan_s: float) -> StepReport:
     tokens = sum(sample.tokens for sample in plan.samples)
-    measured_s, exposed_s = float(times.last_end_s.max()), times.opened_s - times.begun_s
+    measured_s, exposed_s = times.tasks.tasks_s, times.opened_s - times.begun_s
     ranks = plan.cluster.ranks
     return StepReport(
         step=step,
@@ -163,6 +167,7 @@ def _report(plan: Plan, step: int, times: StepTimes, time: RankTime, plan_s: flo
         longest_tokens=max(sample.tokens for sample in plan.samples),
         alone_s=plan.alone_s,
         predicted_idle_share=plan.idle_share,
+        gather_s=time.gather_s / ranks,
         ring_wait_s=time.messages_s / ranks,
         reduce_s=time.reduce_s / ranks,
         optimizer_s=time.optimizer_s / ranks,

@@ -38,7 +38,8 @@ class StepTimes:
 
 def spans(plan: Plan, step: int, times: StepTimes, until_s: float = math.inf) -> Iterator[Span]:
     """All spans of a step, those of one rank in the order of time; a failure at `until_s` cuts them off."""
-    for span in _all_spans(plan, step, times):
+    found = _all_spans(plan, step, times)
+    for span in sorted(found, key=lambda span: span.start_s) if times.tasks.gathers else found:
         if span.start_s < min(span.end_s, until_s):
             yield replace(span, end_s=min(span.end_s, until_s))
 
@@ -52,7 +53,11 @@ def _all_spans(plan: Plan, step: int, times: StepTimes) -> Iterator[Span]:
         for rank in task.ranks:
             detail = task_detail(plan, task, rank)
             yield Span(rank, "task", opened_s + start_s, opened_s + end_s, step, detail)
+    for from_s, to_s in times.tasks.gathers:
+        for rank in ranks:
+            yield Span(rank, "gather", opened_s + from_s, opened_s + to_s, step)
     reduced_s, end_s = opened_s + times.reduced_s, opened_s + times.end_s
     for rank, last_end_s in zip(ranks, times.last_end_s.tolist(), strict=True):
-        yield Span(rank, "reduce", opened_s + last_end_s, reduced_s, step)
+        begun_s = times.tasks.closed_s if times.tasks.gathers else last_end_s
+        yield Span(rank, "reduce", opened_s + begun_s, reduced_s, step)
         yield Span(rank, "optimizer", reduced_s, end_s, step)

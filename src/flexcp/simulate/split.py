@@ -15,6 +15,7 @@ class RankTime:
         sharing_s: what sharing links or cores adds to tasks.
         pace_s: what slow ranks and jitter add to tasks; what fast ranks save is taken off.
         idle_s: no task to run before the last task of the step ends.
+        gather_s: collectives of waves that no task hides.
         reduce_s: gradient reduction after that.
         optimizer_s: optimizer step.
         wait_s: waiting for a plan or for data at the opening of the step.
@@ -25,6 +26,7 @@ class RankTime:
     sharing_s: float = 0.0
     pace_s: float = 0.0
     idle_s: float = 0.0
+    gather_s: float = 0.0
     reduce_s: float = 0.0
     optimizer_s: float = 0.0
     wait_s: float = 0.0

@@ -19,14 +19,39 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class TaskTimes:
-    """Start and end of every task, in seconds from the opening of the step; infinite if never reached."""
+    """When tasks ran, in seconds from the opening of the step; infinite if never reached.
+
+    Attributes:
+        start_s, end_s: of every task.
+        gathers: (from, to) of what every wave waited for its collectives after its last task.
+    """
 
     start_s: Array
     end_s: Array
+    gathers: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def gathered_s(self) -> float:
+        """All `gathers` together."""
+        return sum(to_s - from_s for from_s, to_s in self.gathers)
+
+    @property
+    def closed_s(self) -> float:
+        """When tasks and collectives are over."""
+        return max(float(self.end_s.max()), *(to_s for _, to_s in self.gathers), 0.0)
+
+    @property
+    def tasks_s(self) -> float:
+        """What tasks alone took: until all is over, without `gathers`."""
+        return self.closed_s - self.gathered_s
 
 
 def run_tasks(
-    plan: Plan, seconds: list[float], sharing: Sharing | None = None, until_s: float = math.inf
+    plan: Plan,
+    seconds: list[float],
+    sharing: Sharing | None = None,
+    until_s: float = math.inf,
+    collectives: WaveCollectives | None = None,
 ) -> TaskTimes:
     """Run a step.
 
@@ -38,16 +63,29 @@ def run_tasks(
         seconds: of each task; with `sharing`, what they are when it shares nothing.
         sharing: what running tasks take from each other.
         until_s: stop here.
+        collectives: of every wave of a plan in lockstep.
 
     Raises:
         PlanError: tasks wait for each other in a circle, which no checked plan does.
     """
-    run = _TaskRun(plan, seconds, sharing)
+    run = _TaskRun(plan, seconds, sharing, collectives or WaveCollectives())
     run.clock.run(until_s)
     if run.clock.now_s < until_s and math.inf in run.start_s:
         stuck = run.start_s.index(math.inf)
         raise PlanError([f"task {stuck} on ranks {list(plan.tasks[stuck].ranks)} waits in a circle"])
-    return TaskTimes(np.array(run.start_s), np.array(run.end_s))
+    return TaskTimes(np.array(run.start_s), np.array(run.end_s), tuple(run.gathers))
+
+
+@dataclass(frozen=True, slots=True)
+class WaveCollectives:
+    """What all ranks exchange in every wave: for `seconds`, after its tasks or, if `hidden`, beside them."""
+
+    seconds: float = 0.0
+    hidden: bool = False
+
+    def closed_s(self, opened_s: float, ended_s: float) -> float:
+        """When a wave is over."""
+        return max(ended_s, opened_s + self.seconds) if self.hidden else ended_s + self.seconds
 
 
 @dataclass(slots=True)
@@ -63,7 +101,11 @@ class _Work:
 class _TaskRun:
     """One step under way."""
 
-    def __init__(self, plan: Plan, seconds: list[float], sharing: Sharing | None) -> None:
+    def __init__(
+        self, plan: Plan, seconds: list[float], sharing: Sharing | None, collectives: WaveCollectives
+    ) -> None:
+        self.gathers: list[tuple[float, float]] = []
+        self._collectives, self._opened_s = collectives, 0.0
         self.clock = Clock()
         self.start_s = [math.inf] * len(seconds)
         self.end_s = [math.inf] * len(seconds)
@@ -104,9 +146,19 @@ class _TaskRun:
             self._repace(self._sharing, self._sharing.leave(index))
         for rank in self._ranks[index]:
             self._free(rank)
-        if self._waves is not None:
-            for ready in self._waves.ended(index):
-                self._start(ready)
+        if self._waves is not None and self._waves.ended(index):
+            now_s = self.clock.now_s
+            closed_s = self._collectives.closed_s(self._opened_s, now_s)
+            if closed_s > now_s:
+                self.gathers.append((now_s, closed_s))
+                self.clock.at(closed_s, partial(self._open_wave, self._waves))
+            else:
+                self._open_wave(self._waves)
+
+    def _open_wave(self, waves: _Waves) -> None:
+        self._opened_s = self.clock.now_s
+        for ready in waves.open_next():
+            self._start(ready)
 
     def _repace(self, sharing: Sharing, indices: tuple[int, ...]) -> None:
         """What is left of running tasks goes on at the shares of this moment."""
@@ -139,10 +191,12 @@ class _Waves:
         self._held[self._wave[index]].append(index)
         return False
 
-    def ended(self, index: int) -> list[int]:
-        """Tasks that may start now that this one has ended."""
+    def ended(self, index: int) -> bool:
+        """Whether the wave is over now that this task has ended."""
         self._unfinished[self._wave[index]] -= 1
-        if self._unfinished[self._current] or self._current + 1 == len(self._held):
-            return []
+        return not self._unfinished[self._wave[index]]
+
+    def open_next(self) -> list[int]:
+        """Begin the next wave, if there is one; its tasks that were held back."""
         self._current += 1
-        return self._held[self._current]
+        return self._held[self._current] if self._current < len(self._held) else []
