@@ -15,6 +15,7 @@ from flexcp.core.cluster import Cluster
 from flexcp.core.errors import ConfigError, DataError, FlexCPError, SampleTooLongError
 from flexcp.core.layout import Layout, Piece
 from flexcp.core.plan import Plan, Task
+from flexcp.core.sample import Sample
 from flexcp.runtime.loss import IGNORE_INDEX, shift_labels
 from flexcp.runtime.transport import GroupExchange, Transport
 
@@ -28,7 +29,9 @@ class Dataset(Protocol):
 
     `dataset[i]` holds `input_ids` [L] and, optionally, `labels` [L]: unshifted, -100 where a token is not
     a target; without them every token is supervised. Whatever else it holds (images, weights, masks) goes
-    along as `MicroBatch.extras`. A method `name(i)` is used in messages if there is one.
+    along as `MicroBatch.extras`. A method `name(i)` is used in messages if there is one. A method
+    `sample(i)` gives the `Sample` as the planner is to see it, with spans and encoder work, where there
+    are images; nothing may be decoded for it.
 
     Samples are read in a background thread: random numbers for them should come from a generator of the
     data set's own, and depend on `i` alone.
@@ -68,17 +71,26 @@ class TaskContext:
         layout: where every row of the pack lies.
         exchange: messages to the other ranks of the group.
         padding_rows: rows at the end of the local tensors that belong to no sample (see `make_micro_batch`).
+        examples: what the data set holds, whole, of every sample of which this rank has a row; by its place
+            in the pack. Models need it that look at more than the rows they are given (images).
         calls: times that attention ran under this task; 0 after a forward means that the model ignored it.
         auxiliary_sum: this rank's share of a loss that is not of single targets (balance of experts), each
             sample's times its tokens; None if there is none. A step adds it, over all its tokens.
     """
 
-    __slots__ = ("auxiliary_sum", "calls", "exchange", "layout", "padding_rows")
+    __slots__ = ("auxiliary_sum", "calls", "examples", "exchange", "layout", "padding_rows")
 
-    def __init__(self, layout: Layout, exchange: GroupExchange, padding_rows: int) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        exchange: GroupExchange,
+        padding_rows: int,
+        examples: Mapping[int, Example] | None = None,
+    ) -> None:
         self.layout = layout
         self.exchange = exchange
         self.padding_rows = padding_rows
+        self.examples = examples or {}
         self.calls = 0
         self.auxiliary_sum: Tensor | None = None
 
@@ -124,6 +136,24 @@ def sample_name(dataset: Dataset | Stream, index: int) -> str:
     """What to call a sample in a message: the data set's own `name(index)`, if it has one."""
     name = getattr(dataset, "name", None)
     return str(name(index)) if callable(name) else f"sample {index}"
+
+
+def planned_sample(dataset: Dataset, index: int) -> Sample:
+    """A sample as the planner sees it: the data set's own `sample(index)`, if it has one.
+
+    Raises:
+        DataError: the data set contradicts its own lengths.
+    """
+    tokens = int(dataset.lengths[index])
+    own = getattr(dataset, "sample", None)
+    sample: Sample = own(index) if callable(own) else Sample(index, tokens)
+    if (sample.id, sample.tokens) != (index, tokens):
+        raise DataError(
+            f"the data set's sample({index}) is sample {sample.id} of {sample.tokens} tokens; "
+            f"by its lengths it has {tokens}",
+            "Both must say the same.",
+        )
+    return sample
 
 
 def check_fits(dataset: Dataset | Stream, cluster: Cluster, global_batch: int) -> None:
@@ -223,12 +253,14 @@ def make_micro_batch(
     if padding_rows:
         ids, positions, labels = [np.zeros(1, int)], [np.zeros(1, int)], [np.full(1, IGNORE_INDEX)]
     targets = np.concatenate(labels)
+    held = {piece.index: examples[task.samples[piece.index]] for piece in layout.pieces(member)}
+    exchange = transport.exchange(task.ranks, task.exchange)
     return MicroBatch(
         task=task,
         inputs={
             "input_ids": _tensor(np.concatenate(ids), pinned)[None],
             "position_ids": _tensor(np.concatenate(positions), pinned)[None],
-            "flexcp": TaskContext(layout, transport.exchange(task.ranks, task.exchange), padding_rows),
+            "flexcp": TaskContext(layout, exchange, padding_rows, held),
         },
         labels=_tensor(targets, pinned),
         supervised_tokens=int((targets != IGNORE_INDEX).sum()),

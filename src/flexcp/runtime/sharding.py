@@ -30,6 +30,9 @@ class Sharding(Protocol):
     def begin(self) -> None:
         """Make parameters usable for any number of forward and backward passes."""
 
+    def before_backward(self) -> None:
+        """Keep them so through a backward that does not touch all of them."""
+
     def reduce(self) -> None:
         """Sum gradients over all ranks, once."""
 
@@ -105,6 +108,9 @@ class Replicated:
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = False
 
+    def before_backward(self) -> None:
+        """Nothing can be lost."""
+
     def reduce(self) -> None:
         """One all-reduce per bucket of equal dtype, in parameter order, the same on every rank."""
         for parameter in self._parameters:
@@ -165,6 +171,14 @@ class GatheredOnce:
         """Gather all weights, in the same order on all ranks and before any ring message."""
         self._synchronize(False)
         self._handles = [unit.unshard(async_op=True) for unit in self._units]
+
+    def before_backward(self) -> None:
+        """Wait for units that no forward has used yet (an encoder, in a task without images).
+
+        FSDP2 drops what was gathered and not waited for at the end of a backward, and the next forward of
+        the unit would gather it again, alone.
+        """
+        self._wait()
 
     def reduce(self) -> None:
         """Reduce-scatter every unit once, also on ranks that ran no task."""

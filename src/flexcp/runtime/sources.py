@@ -24,6 +24,7 @@ from flexcp.runtime.batches import (
     Example,
     Stream,
     load_examples,
+    planned_sample,
     rank_samples,
     reading_failed,
 )
@@ -58,8 +59,7 @@ class MapSource:
 
     def samples(self, step: int) -> tuple[Sample, ...]:
         """Lengths are known, so nothing is read."""
-        lengths = self._dataset.lengths
-        return tuple(Sample(int(index), int(lengths[index])) for index in self._indices(step))
+        return tuple(planned_sample(self._dataset, int(index)) for index in self._indices(step))
 
     def examples(self, step: int, plan: Plan) -> dict[int, Example]:
         """Read them; see `load_examples`."""

@@ -92,6 +92,7 @@ class Step:
         auxiliary_sum = micro.inputs["flexcp"].auxiliary_sum
         if auxiliary_sum is not None:
             loss = loss + auxiliary_sum / sum(sample.tokens for sample in self.plan.samples)
+        self._engine.sharding.before_backward()
         loss.backward()  # type: ignore[no-untyped-call]
         self.loss_sum += loss_sum.detach()
         self._task_losses.append((micro.sample_ids, loss_sum.detach()))

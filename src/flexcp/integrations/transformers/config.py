@@ -13,14 +13,18 @@ from flexcp.core.model_shape import ModelShape
 SUPPORTED_MODELS = (
     "deepseek_v3",
     "gemma2",
+    "gemma3",
     "gemma3_text",
     "gpt_oss",
+    "internvl",
     "llama",
     "mistral",
     "mixtral",
     "qwen2",
     "qwen3",
     "qwen3_moe",
+    "qwen3_vl",
+    "qwen3_vl_text",
 )
 
 # Layers that attend to all or to a window of the rows before them.
@@ -97,11 +101,12 @@ def check_supported(config: Any) -> None:
         UnsupportedError: another kind of model, layers that neither attend to all rows before them nor to a
             window of them, length-dependent rotary scaling, or attention dropout.
     """
-    if config.model_type not in SUPPORTED_MODELS:
-        raise UnsupportedError(
-            f"models of type {config.model_type!r} have not been shown to train correctly",
-            f"Supported: {', '.join(SUPPORTED_MODELS)}.",
-        )
+    for part in (config, text_config(config)):
+        if part.model_type not in SUPPORTED_MODELS:
+            raise UnsupportedError(
+                f"models of type {part.model_type!r} have not been shown to train correctly",
+                f"Supported: {', '.join(SUPPORTED_MODELS)}.",
+            )
     config = text_config(config)
     other = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if other:

@@ -16,10 +16,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from flexcp.core.errors import UnsupportedError
 from flexcp.integrations.transformers.attention import flexcp_attention, flexcp_mask
 from flexcp.integrations.transformers.config import check_supported, text_config
+from flexcp.integrations.transformers.encoders import family_of
 from flexcp.integrations.transformers.routing import balance_loss_sum
+from flexcp.integrations.transformers.vision import vision_inputs
 from flexcp.runtime.batches import TaskContext
 
 NAME = "flexcp"
+
+_LAYERS = ("layers", "layer", "blocks")  # how models call them
+_IMAGES = "Leave them to the data set: what its samples hold is encoded and cut inside model(**micro.inputs)."
 
 # Keywords of a model call that would make it wrong, and what to do instead.
 _REFUSED = {
@@ -28,6 +33,9 @@ _REFUSED = {
     "cache": "Training has no cache; leave it out.",
     "use_cache": "Training has no cache; leave it out.",
     "logits_to_keep": "Leave it out: every row of a rank has its target.",
+    "pixel_values": _IMAGES,
+    "pixel_values_videos": _IMAGES,
+    "mm_encoder_outputs": _IMAGES,
 }
 
 _enabled: weakref.WeakKeyDictionary[nn.Module, Enabled] = weakref.WeakKeyDictionary()
@@ -47,7 +55,9 @@ class Enabled:
         self._cached = [(config, config.use_cache) for config in configs if hasattr(config, "use_cache")]
         AttentionInterface.register(NAME, flexcp_attention)
         AttentionMaskInterface.register(NAME, flexcp_mask)
-        inner.set_attn_implementation(NAME)
+        self._family = family_of(inner.config)
+        # An encoder attends within its images, by attention of its own.
+        inner.set_attn_implementation(NAME if self._family is None else {"text_config": NAME})
         if self._config._attn_implementation != NAME:
             raise UnsupportedError(
                 f"{type(inner).__name__} does not take its attention from the registry of transformers",
@@ -80,10 +90,13 @@ class Enabled:
     ) -> None:
         self.disable()
 
-    def _before(self, _: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def _before(
+        self, _: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """Refuse what would be wrong; put the images of the rows in."""
         context = keywords.get("flexcp")
         if not isinstance(context, TaskContext):
-            return  # attention refuses, by the name of its layer
+            return None  # attention refuses, by the name of its layer
         self._calls_before = context.calls
         for name, remedy in _REFUSED.items():
             value = keywords.get(name)
@@ -102,6 +115,9 @@ class Enabled:
                 f"{sum(sample.tokens for sample in layout.samples)} to this rank",
                 "Call the model as model(**micro.inputs).",
             )
+        if self._family is None:
+            return None
+        return positional, {**keywords, **vision_inputs(self._inner, self._family, context, keywords)}
 
     def _after(
         self, _: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any], output: Any
@@ -186,11 +202,11 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated decoder layers of a transformers text model, each a unit for FSDP2."""
-    for module in model.modules():
-        layers = getattr(module, "layers", None)
-        if isinstance(layers, nn.ModuleList):
-            return list(layers)
+    """The repeated layers of a transformers model, each a unit for FSDP2: decoder, and vision encoder if any."""
+    lists = [getattr(module, name, None) for module in model.modules() for name in _LAYERS]
+    blocks = [block for layers in lists if isinstance(layers, nn.ModuleList) for block in layers]
+    if blocks:
+        return blocks
     raise UnsupportedError(f"{type(model).__name__} has no list of layers", "Pass the blocks yourself.")
 
 
