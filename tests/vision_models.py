@@ -31,13 +31,20 @@ _TEXT = {
     "head_dim": 8,
     "max_position_embeddings": 4096,
 }
+# Images of 4 tokens and a window of 3 rows: a window that ends inside an image.
+_GEMMA = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
 _QWEN = {"patch_size": 2, "temporal_patch_size": 2, "spatial_merge_size": 2}
 
 
 def tiny_vision_config(family: str, **text: Any) -> Any:
     """Two layers in front, two behind."""
     if family == "qwen3_vl":
-        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+        rope = {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        }
         return Qwen3VLConfig(
             text_config={**_TEXT, "rope_parameters": rope, **text},
             vision_config={
@@ -62,7 +69,7 @@ def tiny_vision_config(family: str, **text: Any) -> Any:
     }
     if family == "gemma3":
         return Gemma3Config(
-            text_config={**_TEXT, "query_pre_attn_scalar": 8, "layer_types": ["full_attention"] * 2, **text},
+            text_config={**_TEXT, "query_pre_attn_scalar": 8, **_GEMMA, **text},
             vision_config={**vision, "image_size": 8, "patch_size": 2, "vision_use_head": False},
             mm_tokens_per_image=4,
             image_token_id=IMAGE,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from flexcp.core import images
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import (
     CheckpointError,
@@ -32,6 +33,7 @@ from flexcp.core.model_shape import ModelShape, model_shape
 from flexcp.core.plan import Plan, Task
 from flexcp.core.sample import Sample, samples_from_lengths
 from flexcp.cost import cost_model, hardware, tokens_per_rank
+from flexcp.cost.encoder import image_sample
 from flexcp.planner import Planner, make_plan
 
 if TYPE_CHECKING:
@@ -78,6 +80,8 @@ __all__ = [
     "cost_model",
     "group_attention",
     "hardware",
+    "image_sample",
+    "images",
     "launch",
     "make_plan",
     "megatron",

@@ -20,6 +20,7 @@ from flexcp.core.plan import Plan, Task
 from flexcp.core.sample import Sample
 from tests.distributed.test_gradients import RandomPlanner
 from tests.harness import run_ranks
+from tests.models import relative_error
 from tests.vision_models import FAMILIES, MIXED, VisionDataset, tiny_vision_model, vision_reference
 
 KINDS = ("ddp", "fsdp2")
@@ -28,7 +29,7 @@ CUT_IMAGE = [[3, ("image", 8, 8), 2]]  # most of it is one image, which all rank
 MANY_FRAMES = [[2, ("video", 40, 1, 2), 5], [1, ("image", 2, 2), 30]]
 TEXT = [[40], [7], [65]]
 PAIR = [[6, ("image", 3, 5), 9, ("image", 2, 2), 7], [4, ("image", 4, 4), 20]]
-LR, STEPS = 0.1, 20
+LR, STEPS = 0.03, 20
 
 
 class Together:
@@ -163,7 +164,7 @@ def all_cases(world: Any) -> dict[Any, Any]:
     for family, kind in product(FAMILIES, KINDS):
         model = sharded(family, kind)
         with enable(model):
-            # Short samples stay whole under one way to hold parameters, and everything is cut under the other.
+            # Short samples stay whole under DDP, and everything is cut under FSDP2.
             planner = RandomPlanner(world.size, 5, whole_below_tokens=20 if kind == "ddp" else 0)
             results[family, kind, "plans"] = some_steps(model, planner, VisionDataset(family, MIXED), PLANS)
             results[family, kind, "text"] = some_steps(model, Together(2), VisionDataset(family, TEXT))
@@ -262,7 +263,7 @@ def test_steps_and_ranks_without_images(family: str, kind: str, results: list[di
     assert any("vis" in name for name in moved)  # the encoder is trained, too
     for name, weights in expected.items():
         for result in results:
-            error = (result[family, kind, "weights"][name] - weights).abs().max()
+            error = relative_error(result[family, kind, "weights"][name], weights)
             assert error <= 1e-5, f"{family}, {kind}, {name}: {error:.1e}"
 
 

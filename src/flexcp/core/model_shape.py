@@ -15,6 +15,7 @@ class Encoder:
         layers, hidden, intermediate: its own; queries, keys and values are as wide as `hidden`.
         patches_per_token: patches that are merged into one token of the language model.
         window_patches: images are cut into tiles of so many patches, which do not see each other; 0 if not.
+        both_ways: tokens of an image attend to each other both ways in the language model, too (Gemma 3).
 
     >>> Encoder(1, 2, 4, patches_per_token=4, window_patches=6).pairs(16)    # 6 * 6 + 6 * 6 + 4 * 4
     88
@@ -25,6 +26,7 @@ class Encoder:
     intermediate: int
     patches_per_token: int
     window_patches: int = 0
+    both_ways: bool = False
 
     @property
     def parameters(self) -> int:
@@ -49,8 +51,8 @@ class ModelShape:
         intermediate: width of the gated feed-forward (three matrices of hidden x intermediate).
         tied: input embedding and output head share one matrix.
         extra_parameters: parameters outside the language model (vision encoder, projector).
-        encoder: the vision encoder, whose images are causal rows of the language model; None without one,
-            where spans of a sample attend both ways.
+        encoder: the vision encoder, whose images are causal rows of the language model unless it says
+            otherwise; None without one, where spans of a sample attend both ways.
     """
 
     name: str

@@ -331,5 +331,7 @@ class _Reader(JsonFields):
         return ModelShape(**values)
 
     def _encoder(self, name: str) -> Encoder:
-        parts = [field.name for field in fields(Encoder)]
-        return Encoder(**{part: self.count(f"{name}.{part}", part != "window_patches") for part in parts})
+        parts = [field.name for field in fields(Encoder) if field.name != "both_ways"]
+        counts = {part: self.count(f"{name}.{part}", part != "window_patches") for part in parts}
+        both_ways = "both_ways" in self.at(name) and self.flag(f"{name}.both_ways")  # not in older files
+        return Encoder(**counts, both_ways=both_ways)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flexcp.core.images import RowsOfImages
 from flexcp.core.model_shape import ModelShape
 from flexcp.core.sample import Sample
 from flexcp.cost.flops import ATTENTION_BACKWARD, MATMUL_BACKWARD, flops_per_pair
@@ -17,9 +18,10 @@ from flexcp.cost.presets import Hardware
 
 
 def encoded(sample: Sample, shape: ModelShape, hardware: Hardware, *, checkpointing: bool = True) -> Sample:
-    """A sample as a model with a vision encoder sees it: its spans are images, causal among the text.
+    """A sample as a model with a vision encoder sees it: its spans are images.
 
-    Other models attend both ways inside a span, and get the sample back.
+    In most such models they are causal among the text. Models without an encoder attend both ways inside a
+    span, and get the sample back.
 
     Args:
         sample: spans are the tokens of its images.
@@ -31,7 +33,37 @@ def encoded(sample: Sample, shape: ModelShape, hardware: Hardware, *, checkpoint
         return sample
     images = [(stop - start) * shape.encoder.patches_per_token for start, stop in sample.spans]
     pairs = encoder_pairs(images, shape, hardware, checkpointing=checkpointing)
-    return Sample(sample.id, sample.tokens, encoder_pairs=pairs)
+    spans = sample.spans if shape.encoder.both_ways else ()
+    return Sample(sample.id, sample.tokens, spans, encoder_pairs=pairs)
+
+
+def image_sample(
+    index: int,
+    rows: RowsOfImages,
+    shape: ModelShape,
+    hardware: Hardware,
+    *,
+    checkpointing: bool = True,
+) -> Sample:
+    """What a data set's `sample(index)` returns: length, mask and encoder work, all known from image sizes.
+
+    Args:
+        index: of the sample.
+        rows: where its images lie, from `core.images.lay_out`.
+        shape: the model, with its encoder.
+        hardware: what runs it.
+        checkpointing: layers are recomputed.
+
+    >>> from flexcp.core.images import SmartResize, lay_out
+    >>> from flexcp.core.model_shape import model_shape
+    >>> from flexcp.cost.presets import hardware
+    >>> rows = lay_out([20, SmartResize().image(1024, 768), 100])
+    >>> image_sample(7, rows, model_shape("qwen3-vl-8b"), hardware("h100"))
+    Sample(id=7, tokens=888, spans=(), encoder_pairs=4599421)
+    """
+    pairs = encoder_pairs(rows.patches, shape, hardware, checkpointing=checkpointing)
+    both_ways = shape.encoder is None or shape.encoder.both_ways
+    return Sample(index, rows.tokens, rows.spans if both_ways else (), pairs)
 
 
 def encoder_pairs(

@@ -7,6 +7,7 @@ from typing import Any
 
 from flexcp.core.errors import UnsupportedError
 from flexcp.core.model_shape import ModelShape
+from flexcp.integrations.transformers.encoders import vision_shape
 
 # Held to one process by the tests. Others may mix tokens outside of attention (convolutions, state spaces,
 # chunked layers), and then train on wrong gradients with a loss that hardly shows it.
@@ -40,15 +41,17 @@ def text_config(config: Any) -> Any:
 
 
 def shape_of(config: Any) -> ModelShape:
-    """The shape of a text model; of a mixture of experts what one token meets.
+    """The shape of a model; of a mixture of experts what one token meets.
 
-    Experts that a token does not meet, and what latent attention saves, are in `extra_parameters`. Windows
-    are not in a shape: the planner prices windowed layers as if they saw all.
+    Its vision encoder comes along. Experts that a token does not meet, and what latent attention saves, are
+    in `extra_parameters`. Windows are not in a shape: the planner prices windowed layers as if they saw all.
     """
+    whole, config = config, text_config(config)
     heads = config.num_attention_heads
     active, idle = _feed_forward(config)
+    encoder, front = vision_shape(whole)
     return ModelShape(
-        name=config.model_type,
+        name=whole.model_type,
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         heads=heads,
@@ -56,8 +59,9 @@ def shape_of(config: Any) -> ModelShape:
         head_dim=_head_dim(config),
         intermediate=active,
         vocab=config.vocab_size,
-        tied=bool(config.tie_word_embeddings),
-        extra_parameters=idle,
+        tied=bool(whole.tie_word_embeddings),
+        extra_parameters=idle + front,
+        encoder=encoder,
     )
 
 
@@ -101,13 +105,9 @@ def check_supported(config: Any) -> None:
         UnsupportedError: another kind of model, layers that neither attend to all rows before them nor to a
             window of them, length-dependent rotary scaling, or attention dropout.
     """
-    for part in (config, text_config(config)):
-        if part.model_type not in SUPPORTED_MODELS:
-            raise UnsupportedError(
-                f"models of type {part.model_type!r} have not been shown to train correctly",
-                f"Supported: {', '.join(SUPPORTED_MODELS)}.",
-            )
+    _require_known(config)
     config = text_config(config)
+    _require_known(config)
     other = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if other:
         raise UnsupportedError(
@@ -128,6 +128,14 @@ def check_supported(config: Any) -> None:
     if getattr(config, "attention_dropout", 0.0):
         raise UnsupportedError(
             f"attention_dropout is {config.attention_dropout}", "Set attention_dropout to 0."
+        )
+
+
+def _require_known(config: Any) -> None:
+    if config.model_type not in SUPPORTED_MODELS:
+        raise UnsupportedError(
+            f"models of type {config.model_type!r} have not been shown to train correctly",
+            f"Supported: {', '.join(SUPPORTED_MODELS)}.",
         )
 
 

@@ -1,14 +1,13 @@
-"""What FlexCP knows of each family of vision-language models: which parts its encoder can run alone, where their
-features stand, and how they are handed to the model.
+"""What FlexCP knows of each family of vision-language models.
 
-Everything goes through methods that the models offer: `get_image_features`, `get_rope_index`, and the argument
-`mm_encoder_outputs` of their forward.
+Which parts its encoder can run alone, where their features stand, and how they are handed to the model: by
+its own `get_image_features` and `get_rope_index`, and the argument `mm_encoder_outputs` of its forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from flexcp.core.errors import DataError
+from flexcp.core.model_shape import Encoder
 from flexcp.core.sample import Sample
 from flexcp.integrations.transformers.sharing import Rows, SampleImages
 from flexcp.runtime.batches import Example
@@ -24,15 +24,15 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class Family(Protocol):
-    """One family, for one model.
+    """One family, for one model."""
 
-    Attributes:
-        modules: names of the trained parts in front of the language model, inside `model.model`.
-        width: of what `encode` gives per feature.
-    """
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of what stands before the language model, inside `model.model`."""
 
-    modules: tuple[str, ...]
-    width: int
+    @property
+    def width(self) -> int:
+        """Of what `encode` gives per feature."""
 
     def images(self, example: Example) -> SampleImages | None:
         """What is to be encoded for a sample; None where it has no image."""
@@ -51,7 +51,7 @@ class Family(Protocol):
 
 
 class QwenVL:
-    """Qwen3-VL: frames of any size, three axes of positions, features for the first layers too (deepstack)."""
+    """Qwen3-VL: frames of any size, three axes of positions, features for early layers too (deepstack)."""
 
     modules = ("visual",)
 
@@ -101,14 +101,15 @@ class QwenVL:
         """Features by kind, and by layer."""
         kinds = {kind: input_ids.reshape(-1) == token for kind, token in self._tokens.items()}
         is_image = kinds["image"] | kinds["video"]
-        # The model sums deepstack features of both kinds only where both are given.
-        given = {kind: features[rows[is_image]] for kind, rows in kinds.items() if bool(rows.any())}
-        return {kind: self._output(part) for kind, part in (given or {"image": features}).items()}
+        # Rows of none: the way to the others' gradients must not end here.
+        some = [kind for kind, rows in kinds.items() if bool(rows.any())] or ["image"]
+        layers = torch.split(features, self._hidden, dim=1)
+        return {kind: self._output([layer[kinds[kind][is_image]] for layer in layers]) for kind in some}
 
-    def _output(self, features: Tensor) -> Any:
-        first, *layers = features.split(self._hidden, dim=1)
+    def _output(self, layers: Sequence[Tensor]) -> Any:
+        first, *later = layers
         output: Any = BaseModelOutputWithPooling(pooler_output=(first,))  # type: ignore[arg-type]
-        output.deepstack_features = [(layer,) for layer in layers]
+        output.deepstack_features = [(layer,) for layer in later]
         return output
 
     def positions(self, model: Any, example: Example) -> Tensor | None:
@@ -117,9 +118,7 @@ class QwenVL:
         types = torch.zeros_like(ids, dtype=torch.int32)
         types[ids == self._tokens["image"]] = 1
         types[ids == self._tokens["video"]] = 2
-        grids = {
-            name: as_tensor(example[name]).clone() for name in _GRIDS.values() if _given(example, name)
-        }
+        grids = {name: as_tensor(example[name]).clone() for name in _GRIDS.values() if _given(example, name)}
         positions: Tensor = model.model.get_rope_index(ids, mm_token_type_ids=types, **grids)[0]
         return positions[:, 0]
 
@@ -156,7 +155,7 @@ class FixedTiles:
     modules = ("vision_tower", "multi_modal_projector")
 
     def __init__(self, config: Any, tokens: int, *, both_ways: bool) -> None:
-        self.width: int = config.get_text_config().hidden_size
+        self.width = text_hidden(config)
         self._token: int = config.image_token_id
         self._tokens = tokens
         self._both_ways = both_ways
@@ -185,7 +184,8 @@ class FixedTiles:
 
     def outputs(self, features: Tensor, input_ids: Tensor) -> dict[str, Any]:
         """One image of as many tokens as there are here."""
-        return {"image": BaseModelOutputWithPooling(pooler_output=features[None])}  # type: ignore[arg-type]
+        # A copy: the model returns it, and FSDP2 warns of views among what a model returns.
+        return {"image": BaseModelOutputWithPooling(pooler_output=torch.stack([features]))}
 
     def positions(self, model: Any, example: Example) -> Tensor | None:
         """Rows are counted."""
@@ -200,14 +200,56 @@ def family_of(config: Any) -> Family | None:
         case "gemma3":
             return FixedTiles(config, config.mm_tokens_per_image, both_ways=True)
         case "internvl":
-            height, width = (
-                side // patch
-                for side, patch in zip(
-                    config.vision_config.image_size, config.vision_config.patch_size, strict=True
-                )
-            )
-            return FixedTiles(config, int(height * width * config.downsample_ratio**2), both_ways=False)
+            tokens = int(_tile_patches(config).patches * config.downsample_ratio**2)
+            return FixedTiles(config, tokens, both_ways=False)
     return None
+
+
+def vision_shape(config: Any) -> tuple[Encoder | None, int]:
+    """The encoder of a model, and the weights before its language model; none of a text model."""
+    vision = getattr(config, "vision_config", None)
+    if vision is None:
+        return None, 0
+    hidden, out, wide = vision.hidden_size, text_hidden(config), vision.intermediate_size
+    if config.model_type == "qwen3_vl":
+        merged = vision.spatial_merge_size**2
+        encoder = Encoder(vision.depth, hidden, wide, merged)
+        pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        mergers = 1 + len(vision.deepstack_visual_indexes)
+        projector = mergers * merged * hidden * (merged * hidden + out)
+        return encoder, encoder.parameters + projector + hidden * (pixels + vision.num_position_embeddings)
+    tile = _tile_patches(config)
+    pixels = vision.num_channels * tile.pixels_of_a_patch
+    if config.model_type == "gemma3":
+        encoder = Encoder(
+            vision.num_hidden_layers, hidden, wide, tile.patches // config.mm_tokens_per_image, both_ways=True
+        )
+        projector = hidden * out
+    else:
+        merged = round(1 / config.downsample_ratio**2)
+        encoder = Encoder(vision.num_hidden_layers, hidden, wide, merged, window_patches=tile.patches)
+        projector = merged * hidden * out + out * out
+    return encoder, encoder.parameters + projector + hidden * (pixels + tile.patches)
+
+
+def text_hidden(config: Any) -> int:
+    """Width of the language model."""
+    return int(config.get_text_config().hidden_size)
+
+
+class _Tile(NamedTuple):
+    patches: int
+    pixels_of_a_patch: int
+
+
+def _tile_patches(config: Any) -> _Tile:
+    """Of the one size of images that Gemma 3 and InternVL know."""
+    vision = config.vision_config
+    sides, patch = (
+        value if isinstance(value, list | tuple) else (value, value)
+        for value in (vision.image_size, vision.patch_size)
+    )
+    return _Tile((sides[0] // patch[0]) * (sides[1] // patch[1]), patch[0] * patch[1])
 
 
 def require_count(tokens: int, features: int, kind: str) -> None:
@@ -233,7 +275,7 @@ def require_spans(sample: Sample, spans: Spans) -> None:
         raise DataError(
             f"its plan was made with the full-attention spans {_shown(sample.spans)}; "
             f"the model has {_shown(spans)}",
-            "The data set's method `sample` must give them: see flexcp.transformers.vision_sample.",
+            "The data set's method `sample` must give them: see flexcp.image_sample.",
         )
 
 

@@ -202,7 +202,7 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers of a transformers model, each a unit for FSDP2: decoder, and vision encoder if any."""
+    """The repeated layers of a transformers model, of decoder and vision encoder, each a unit for FSDP2."""
     lists = [getattr(module, name, None) for module in model.modules() for name in _LAYERS]
     blocks = [block for layers in lists if isinstance(layers, nn.ModuleList) for block in layers]
     if blocks:

@@ -1,8 +1,8 @@
 """The vision encoder's work inside a group: who encodes which image, and how features reach their rows.
 
-The images of a sample are dealt out to the ranks that hold rows of it. Features then travel to the ranks whose
-rows they are, and their gradients come back the same way: every image is encoded once, and the encoder's
-gradient is that of one process.
+The images of a sample are dealt out to the ranks that hold rows of it. Features then travel to the ranks
+whose rows they are, and their gradients come back the same way: every image is encoded once, and the
+encoder's gradient is that of one process.
 """
 
 from __future__ import annotations
@@ -132,9 +132,7 @@ def _features(sample: SampleImages, pieces: Sequence[tuple[int, int]]) -> Rows:
     return rows[rows >= 0]
 
 
-def _slots(
-    layout: Layout, member: int, images: Mapping[int, SampleImages]
-) -> tuple[dict[int, Rows], int]:
+def _slots(layout: Layout, member: int, images: Mapping[int, SampleImages]) -> tuple[dict[int, Rows], int]:
     """Numbers of a member's image rows, by sample, and how many there are; counted in its local order."""
     slots: dict[int, list[Rows]] = {index: [] for index in images}
     count = 0

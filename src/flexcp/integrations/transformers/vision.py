@@ -1,8 +1,8 @@
 """Images in front of the language model: encoded once inside a group, merged before the rows are cut.
 
-Called by the hook in front of the model's own forward, also inside DDP and FSDP2: the micro-batch's keywords become
-those of a model whose images are encoded already, with features of the image rows that lie here and positions
-that were counted on the whole sample.
+Called by the hook in front of the model's own forward, also inside DDP and FSDP2: the micro-batch's keywords
+become those of a model whose images are encoded already, with features of the image rows that lie here and
+positions that were counted on the whole sample.
 """
 
 from __future__ import annotations
