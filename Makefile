@@ -56,6 +56,7 @@ bench: $(STAMP) ## planning, and what it gains: emulated, replayed, computed; wr
 	$(BIN)/python benchmarks/replay.py
 	$(BIN)/python benchmarks/real.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/simulator.py
 
 clean: ## remove the environment, build outputs, caches and runs
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

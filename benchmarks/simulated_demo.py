@@ -2,7 +2,7 @@
 
     make demo
     flexcp profile --nproc 4 --config examples/demo.toml --longest 8192 --out runs/demo.calibration.json
-    python benchmarks/simulated_demo.py [--run runs/demo] [--calibration runs/demo.calibration.json]
+    python benchmarks/simulated_demo.py [--run runs/demo] [--calibration FILE] [--out PAGE]
 
 Ranks of the demo share the cores of one machine, so costs are core-seconds (the clock of a calibration on
 CPUs), and in the simulator running tasks share the cores: a rank that waits leaves its part to the others.
@@ -24,8 +24,7 @@ from pathlib import Path
 import flexcp
 from flexcp.core.plan import Plan, Task
 from flexcp.core.run_folder import read_info, read_reports, trace_path
-from flexcp.core.sample import Sample
-from flexcp.core.trace import read_spans
+from flexcp.core.trace import pack_of, read_spans
 from flexcp.cost import CostModel, Link
 from flexcp.cost.calibration import read_calibration
 from flexcp.cost.fit import fit_cost
@@ -43,6 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", type=Path, default=ROOT / "runs/demo")
     parser.add_argument("--calibration", type=Path, default=ROOT / "runs/demo.calibration.json")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/simulated_demo.md")
     given = parser.parse_args()
     info, reports = read_info(given.run), list(read_reports(given.run))
     spans = task_spans(given.run, info.cluster.ranks)
@@ -67,8 +67,7 @@ def main() -> None:
     notes.append(f"- plan: what the trainer predicted with `{info.hardware}`, at an even share of the cores.")
     columns["plan"] = [report.predicted_s for report in reports], range(len(plans))
     page = [*header(info), *notes, "", *summary(reports, columns), "", *table(reports, columns)]
-    target = ROOT / "benchmarks/results/simulated_demo.md"
-    target.write_text("\n".join(page) + "\n", encoding="utf-8")
+    given.out.write_text("\n".join(page) + "\n", encoding="utf-8")
     print("\n".join(page))
 
 
@@ -98,7 +97,7 @@ def plan_of(spans, info, report):
         told = group[0].detail
         assert len(group) == told["degree"]
         first = len(samples)
-        samples += [Sample(i, n) for i, n in zip(told["samples"], told["tokens"], strict=True)]
+        samples += pack_of(told)
         start_s = told["predicted_start_s"]
         positions = tuple(range(first, len(samples)))
         ranks = tuple(sorted(span.rank for span in group))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from flexcp.cli.reproduce import EXPERIMENTS, run
+from flexcp.reproduce.fitting import FITTED_MAIN, FITTED_SCHEDULE
 from flexcp.reproduce.published import PUBLISHED
 from flexcp.reproduce.result import ExperimentSetup
 
@@ -51,6 +52,16 @@ def test_page_counts_right():
 
     assert len(rows) == len(PUBLISHED.main) + 1
     assert f"in {words[between]} of ten rows" in PAGE
+
+
+def test_fitted_rows_are_met_on_the_page():
+    """Every number marked (fit) that has a published one beside it is within 1 % of it."""
+    marked = [line for line in PAGE.splitlines() if " (fit) |" in line]
+    off = [float(cell) for line in marked for cell in re.findall(r"\(fit\) \| ([+-][\d.]+)%", line)]
+
+    assert len(marked) == len(FITTED_MAIN) + len(FITTED_SCHEDULE) + 1
+    assert len(off) == len(marked) + 1  # that of the scaling table stands in two columns
+    assert max(map(abs, off)) < 1.0
 
 
 @pytest.mark.slow

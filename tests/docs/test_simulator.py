@@ -11,7 +11,43 @@ from flexcp.core.sample import Sample
 from flexcp.cost import CostModel, Link
 from flexcp.simulate import Conditions, simulate
 
-PAGE = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "simulator.md").read_text(encoding="utf-8")
+
+
+def result_rows(name: str) -> list[list[str]]:
+    """Cells of all table rows of a page of benchmarks/results."""
+    text = (ROOT / "benchmarks" / "results" / f"{name}.md").read_text(encoding="utf-8")
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line
+    ]
+
+
+def test_how_close_it_is_is_what_was_measured():
+    """Errors of the demo's simulation, as its page has them."""
+    summary = {cells[0]: cells[1:] for cells in result_rows("simulated_demo") if len(cells) == 6}
+    steps, _, mean, worst, within = summary["profile"]
+    even, odd, plan = summary["in-run, even"], summary["in-run, odd"], summary["plan"]
+
+    def spaced(share):
+        return share.replace("%", " %")
+
+    assert f"is off by {spaced(mean)} on average and {spaced(worst)} at most; {within} of {steps}" in PAGE
+    assert f"off by {spaced(even[2])} (fitted to even steps) and {spaced(odd[2])} (odd)" in PAGE
+    assert ("all of them within 8 %" in PAGE) == all(row[4] == row[0] for row in (even, odd))
+    assert f"on the way, was off by {spaced(plan[2])}" in PAGE
+
+
+def test_how_fast_is_what_was_measured():
+    """Processor time of the least and of the largest step, as their page has them."""
+    ms = {
+        (c[0], c[1], c[3][:6]): c[4] for c in result_rows("simulator") if len(c) == 6 and c[1][:1].isdigit()
+    }
+    small = ms["512", "64", "alone"]
+    alone_s, shared_s = (float(ms["131,072", "16,384", day]) / 1e3 for day in ("alone", "jitter"))
+
+    assert f"512 samples on 64 ranks takes {small} ms of processor time" in PAGE
+    assert f"131,072 samples on 16,384 ranks {alone_s:.1f} s, or {shared_s:.1f} s where rings share" in PAGE
 
 
 def test_step_by_hand():

@@ -106,7 +106,10 @@ def test_predictions_do_not_look_at_what_they_predict():
 
 
 def test_fitted_rows_are_met_and_marked():
-    """Every row that is fitted is met to half a per cent where planned seconds do not jump, and marked."""
+    """Every row that is fitted is met to 1 %, and marked; that of the speed, which is sought half-way, to 1.5 %.
+
+    One batch is a coarse one: planned seconds jump by a wave here and there. The page has eight.
+    """
     compared = schedule.run(SETUP).tables[0]
     marked = {(compared.rows[row]["global_batch"], compared.rows[row]["ranks"]) for row, _ in compared.fitted}
     fcp = main.run(SETUP).tables[0]
@@ -114,8 +117,12 @@ def test_fitted_rows_are_met_and_marked():
 
     assert marked == set(FITTED_SCHEDULE)
     assert named == set(FITTED_MAIN.items())
-    assert all(abs(compared.rows[row]["off"]) < 0.02 for row, _ in compared.fitted)
-    assert all(abs(fcp.rows[row]["fcp_off"]) < 0.02 for row, _ in fcp.fitted)
+    assert all(abs(compared.rows[row]["off"]) < 0.01 for row, _ in compared.fitted)
+    assert all(abs(fcp.rows[row]["fcp_off"]) < 0.01 for row, _ in fcp.fitted)
+    rates = scaling.run(SETUP).tables[0]
+    speed = {(rates.rows[row]["ranks"], rates.rows[row]["system"], key) for row, key in rates.fitted}
+    assert speed == {(8, "DeepSpeed, padded", "same"), (8, "DeepSpeed, padded", "growing")}
+    assert all(abs(rates.rows[row][f"{key}_off"]) < 0.015 for row, key in rates.fitted)
 
 
 def test_wikipedia_row_on_its_own(constants):

@@ -10,7 +10,7 @@ import numpy as np
 
 from flexcp.core.plan import Plan
 from flexcp.cost.model import CostModel
-from flexcp.planner.timeline import message_seconds, plan_seconds
+from flexcp.planner.timeline import PlacedLoads
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,8 @@ def outcome_of(
 
 def communication_share(plan: Plan, cost: CostModel) -> float:
     """Share of all rank-time that ranks spend on messages which no computation hides."""
-    model_s = plan_seconds(plan, cost)
-    shares = np.divide(message_seconds(plan, cost), model_s, out=np.zeros_like(model_s), where=model_s > 0)
+    loads = PlacedLoads.of(plan, cost)
+    model_s = loads.seconds(cost)
+    shares = np.divide(loads.message_seconds(cost), model_s, out=np.zeros_like(model_s), where=model_s > 0)
     rank_s = np.array([task.degree * task.duration_s for task in plan.tasks])
     return float(shares @ rank_s) / (plan.step_s * plan.cluster.ranks)

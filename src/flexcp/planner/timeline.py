@@ -6,6 +6,7 @@ Predicted seconds only; nothing is chosen here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -96,16 +97,35 @@ def seconds_on(
     return seconds
 
 
-def plan_seconds(plan: Plan, cost: CostModel) -> Array:
-    """Seconds of the tasks of a plan, each by its own exchange, all ranks at full speed."""
-    counts = Problem.of_plan(plan, cost).totals_of(plan.tasks)
-    groups, exchanges = [task.ranks for task in plan.tasks], [task.exchange for task in plan.tasks]
-    return seconds_on(counts, groups, exchanges, plan.cluster, cost)
+@dataclass(frozen=True, slots=True)
+class PlacedLoads:
+    """What the tasks of a plan hold, where and how they meet: all that their seconds depend on, speeds aside.
 
+    Attributes:
+        counts: a row of `Problem.totals` for each task.
+        groups, exchanges: their ranks, and how these meet.
+        cluster: how ranks sit in nodes.
+    """
 
-def message_seconds(plan: Plan, cost: CostModel) -> Array:
-    """The part of `plan_seconds` that messages take and no computation hides."""
-    return plan_seconds(plan, cost) - plan_seconds(plan, cost.silent())
+    counts: Integers
+    groups: Sequence[Group]
+    exchanges: Sequence[ExchangeKind]
+    cluster: Cluster
+
+    @classmethod
+    def of(cls, plan: Plan, cost: CostModel) -> PlacedLoads:
+        """Those of a plan; `cost` may be any."""
+        counts = Problem.of_plan(plan, cost).totals_of(plan.tasks)
+        groups, exchanges = [task.ranks for task in plan.tasks], [task.exchange for task in plan.tasks]
+        return cls(counts, groups, exchanges, plan.cluster)
+
+    def seconds(self, cost: CostModel) -> Array:
+        """Of every task, each by its own exchange."""
+        return seconds_on(self.counts, self.groups, self.exchanges, self.cluster, cost)
+
+    def message_seconds(self, cost: CostModel) -> Array:
+        """The part of `seconds` that messages take and no computation hides."""
+        return self.seconds(cost) - self.seconds(cost.silent())
 
 
 def _groups(wave: Wave, problem: Problem) -> tuple[Group, ...]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import numpy as np
 import numpy.typing as npt
 
 from flexcp.core.plan import Plan
 from flexcp.cost.model import CostModel, Load
-from flexcp.planner.problem import Integers, Problem
-from flexcp.planner.timeline import message_seconds, plan_seconds
+from flexcp.planner.timeline import PlacedLoads
 from flexcp.simulate.conditions import Conditions
 from flexcp.simulate.pace import paces
 from flexcp.simulate.sharing import Sharing, at_link_share
@@ -29,7 +26,8 @@ class StepCosts:
 
     def __init__(self, plan: Plan, step: int, cost: CostModel, conditions: Conditions) -> None:
         self._plan, self._cost, self._conditions = plan, cost, conditions
-        self._model_s = plan_seconds(plan, cost)
+        self._loads = PlacedLoads.of(plan, cost)
+        self._model_s = self._loads.seconds(cost)
         self._pace = paces(plan, step, conditions)
         self._alone_s = self._model_s / self._pace
         self.seconds: list[float] = self._alone_s.tolist()
@@ -43,18 +41,14 @@ class StepCosts:
 
     def _seconds_at(self, index: int, link_share: float) -> float:
         """Of a task whose group crosses nodes with a share of the bandwidth of each link."""
-        task, load = self._plan.tasks[index], Load(*self._counts[index].tolist())
+        task, load = self._plan.tasks[index], Load(*self._loads.counts[index].tolist())
         cost = at_link_share(self._cost, link_share).with_exchange(task.exchange)
         return cost.task_s(load, task.degree, crosses_nodes=True) / float(self._pace[index])
-
-    @cached_property
-    def _counts(self) -> Integers:
-        return Problem.of_plan(self._plan, self._cost).totals_of(self._plan.tasks)
 
     def split(self, times: TaskTimes) -> RankTime:
         """Where the time of the ranks went while they had tasks."""
         degrees = np.array([task.degree for task in self._plan.tasks])
-        messages_s = message_seconds(self._plan, self._cost)
+        messages_s = self._loads.message_seconds(self._cost)
         taken_s = times.end_s - times.start_s
 
         def total(seconds: Array) -> float:
