@@ -18,9 +18,8 @@ PAGE = (ROOT / "docs" / "simulator.md").read_text(encoding="utf-8")
 def result_rows(name: str) -> list[list[str]]:
     """Cells of all table rows of a page of benchmarks/results."""
     text = (ROOT / "benchmarks" / "results" / f"{name}.md").read_text(encoding="utf-8")
-    return [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line
-    ]
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in cells] for cells in lines]
 
 
 def test_how_close_it_is_is_what_was_measured():

@@ -106,7 +106,7 @@ def test_predictions_do_not_look_at_what_they_predict():
 
 
 def test_fitted_rows_are_met_and_marked():
-    """Every row that is fitted is met to 1 %, and marked; that of the speed, which is sought half-way, to 1.5 %.
+    """Every fitted row is met to 1 %, and marked; that of the speed, which is sought half-way, to 1.5 %.
 
     One batch is a coarse one: planned seconds jump by a wave here and there. The page has eight.
     """
