@@ -2,15 +2,18 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tests.unit.test_cli import flat
 
 from flexcp.cli import main
+from flexcp.cli.simulated import SimulatedRun, Simulation
 from flexcp.core.run_folder import read_info, read_reports, trace_path
 from flexcp.core.trace import read_spans
 from flexcp.report.tables import format_seconds
+from flexcp.simulate import Conditions, Failure
 
 LENGTHS = Path(__file__).parents[1] / "data" / "python_source_lengths_qwen.json"
 CALL = ["simulate", str(LENGTHS), "--model", "qwen3-8b", "--ranks", "16", "--tokens-per-rank", "16384"]
@@ -220,6 +223,11 @@ def test_notices_are_told_once_and_change_nothing(capfd):
     assert [notice for notice in body["inputs"]["notices"] if "no time to fail" in notice] == [
         "Rank 5 has no time to fail: the run ends before 9999 s."
     ]
+    request = SimpleNamespace(inputs={"notices": ["as read"]})
+    day = Conditions(failure=Failure(0, 9.0))
+    made = Simulation(request, day, (SimulatedRun("flexcp", steps=(None,)),))
+    assert made.notices == made.notices == ["as read", "Rank 0 has no time to fail: the run ends before 9 s."]
+    assert request.inputs == {"notices": ["as read"]}
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from flexcp.report.page.from_run import subject_of_run
 from flexcp.report.page.html import page
 from flexcp.report.page.spans import latest_spans
 from flexcp.report.page.subject import plans_of
+from flexcp.report.page.versus import compared
 from flexcp.report.tables import format_seconds
 
 LENGTHS = Path(__file__).parents[1] / "data" / "python_source_lengths_qwen.json"
@@ -607,3 +608,44 @@ def test_spans_of_tasks_say_what_reports_need(run: Path) -> None:
 
     assert rows == tokens
     assert sum(tokens.values()) == sum(map(sum, BATCHES))
+
+
+def test_two_runs_side_by_side(tmp_path: Path, capfd) -> None:
+    """Of the second all tasks take half as long: figures of both, their ratio, and both on one plot."""
+    write_run(tmp_path / "before", BATCHES, Cluster(8, 2048, 4), slower=2.0)
+    write_run(tmp_path / "after", [*BATCHES, BATCHES[0]], Cluster(8, 2048, 4), slower=1.0)
+    (tmp_path / "before" / "metrics.jsonl").write_text(
+        (tmp_path / "before" / "metrics.jsonl").read_text().replace('"mfu": null', '"mfu": 0.2')
+    )
+    assert main(["report", str(tmp_path / "before"), str(tmp_path / "after")]) == 0
+    said = " ".join(capfd.readouterr().out.split())
+    subjects = [subject_of_run(tmp_path / name) for name in ("before", "after")]
+    both = compared(*subjects).beside
+    rows = {name: values for name, *values in both.rows}
+    rates = [subject.figures.tokens_per_s for subject in subjects]
+    tree = Tree((tmp_path / "before" / "report.html").read_text())
+
+    assert f"after is {rates[1] / rates[0]:.2f}× the speed of before: {rates[1]:,.0f} tokens/s" in said
+    assert rows["tokens/s"] == [f"{rates[0]:,.0f}", f"{rates[1]:,.0f}", f"{rates[1] / rates[0]:.3f}×"]
+    real = [subject.figures.measured_s for subject in subjects]
+    assert rows["tasks of a step, real"][2] == f"{real[1] / real[0]:.3f}×"
+    assert rows["MFU"] == ["20.0%", "–", "–"]
+    assert rows["prediction off by"] == ["100.0%", "0.0%", "-100.0 points"]
+    assert rows["steps"] == ["0 to 2", "0 to 3", ""]
+    assert "policy" not in rows
+    assert both.steps == (0, 1, 2)
+    assert [curve.values for curve in both.curves] == [subject.curves[0].values[:3] for subject in subjects]
+    assert tree.count("beside", "line") == 2 * 2
+    assert tree.count("beside", "stop") == 3
+
+
+def test_only_runs_lie_side_by_side(run: Path, plan_file: Path, capfd) -> None:
+    """Not a run and a plan, nor three."""
+    for sources, cause in (
+        ([run, plan_file], "plan.json is a plan, and two runs are compared"),
+        ([plan_file, run], "plan.json is a plan, and two runs are compared"),
+        ([run, run, run], "3 runs are too many to lie side by side"),
+        ([run, run / "nowhere"], "nowhere does not exist"),
+    ):
+        assert main(["report", *map(str, sources)]) == 2
+        assert cause in " ".join(capfd.readouterr().err.split())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -127,7 +127,8 @@ def plan(
         megatron=run,
     )
     current_cp = asked.current_cp
-    request.inputs["notices"] = [*request.inputs["notices"], *_unpriced(sharding)]
+    notices = [*request.inputs["notices"], *_unpriced(sharding)]
+    request = replace(request, inputs=request.inputs | {"notices": notices})
     outcomes, baseline = compare(request.batches, request.setting, policy=policy, current_cp=current_cp)
     sentence = verdict(outcomes[-1], baseline, request.given.lengths, request.setting)
     changes = changes_of(run, request.setting) if run is not None else ()

@@ -20,6 +20,7 @@ from flexcp.report.page.from_run import subject_of_run
 from flexcp.report.page.html import page
 from flexcp.report.page.spans import latest_spans
 from flexcp.report.page.subject import Subject, plans_of
+from flexcp.report.page.versus import compared
 from flexcp.report.svg import plans_svg
 from flexcp.report.timeline import plan_timeline
 
@@ -27,7 +28,12 @@ _FORMS = {".html": "pages", ".svg": "drawings", ".json": "spans"}
 
 
 def report(
-    source: Annotated[Path, typer.Argument(metavar="RUN_OR_PLAN", help="Run folder, or plan .json.")],
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN_OR_PLAN [RUN]", help="Run folder, or plan .json; two runs are shown side by side."
+        ),
+    ],
     out: Annotated[
         list[Path] | None,
         typer.Option(
@@ -43,10 +49,8 @@ def report(
 
     Reads the folder of flexcp train, or what flexcp plan --out plan.json wrote.
     """
-    with readable(source):
-        run, there = source.is_dir(), source.exists()
-    if not there:
-        raise ConfigError(f"{source} does not exist", "Give a run folder, or the .json of flexcp plan --out.")
+    source, run = sources[0], _is_run(sources[0])
+    _refuse_others(sources)
     targets = out or [(source if run else source.parent) / "report.html"]
     for path in targets:
         if path.suffix not in _FORMS:
@@ -55,10 +59,14 @@ def report(
         require_writable(path)
     console = Console()
     subject = subject_of_run(source, step) if run else subject_of_plan(source, step)
+    for other in sources[1:]:
+        subject = compared(subject, subject_of_run(other))
     plans = plans_of(subject, step)
     for path in targets:
         _write(path, source, subject, plans, step or 0)
     console.print(Text(subject.verdict, "bold"), highlight=False)
+    if subject.beside:
+        console.print(Text(subject.beside.verdict, "bold"), highlight=False)
     for advice in subject.advice:
         console.print(Text("do: ", "green").append(advice, "default"), highlight=False)
     for notice in subject.notices:
@@ -68,6 +76,26 @@ def report(
         console.print(plan_timeline(plan, width=min(console.width, 110), colour=console.is_terminal))
     for path in targets:
         console.print(Text(f"wrote {path}"), soft_wrap=True, highlight=False)
+
+
+def _is_run(source: Path) -> bool:
+    with readable(source):
+        run, there = source.is_dir(), source.exists()
+    if not there:
+        raise ConfigError(f"{source} does not exist", "Give a run folder, or the .json of flexcp plan --out.")
+    return run
+
+
+def _refuse_others(sources: Sequence[Path]) -> None:
+    """One run or plan, or two runs."""
+    if len(sources) > 2:
+        raise ConfigError(f"{len(sources)} runs are too many to lie side by side", "Give two.")
+    plans = [source for source in sources if not _is_run(source)]
+    if len(sources) == 2 and plans:
+        raise ConfigError(
+            f"{plans[0]} is a plan, and two runs are compared",
+            "Give two run folders; flexcp plan compares policies, flexcp simulate runs a plan.",
+        )
 
 
 def _write(path: Path, source: Path, subject: Subject, plans: Sequence[Plan], step: int) -> None:

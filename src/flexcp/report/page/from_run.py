@@ -77,6 +77,7 @@ def subject_of_run(folder: Path, step: int | None = None) -> Subject:
         policy=info.policy,
         pairs=_pairs(timelines),
         parts=figures.parts,
+        figures=figures,
     )
 
 

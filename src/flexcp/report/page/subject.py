@@ -13,6 +13,7 @@ from flexcp.core.errors import InputError
 from flexcp.core.plan import Mode, Plan, Task
 from flexcp.core.sample import Sample
 from flexcp.planner.outcome import Outcome
+from flexcp.report.advice import Figures
 
 Origin = Literal["planned", "measured", "simulated"]
 
@@ -120,6 +121,24 @@ class TokensHeld:
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """Another run beside the one of the page.
+
+    Attributes:
+        title: what it is called.
+        verdict: what it is to this one.
+        rows: name, value here, value there, change.
+        steps, curves: those that both have, and seconds of the whole step of each.
+    """
+
+    title: str
+    verdict: str
+    rows: tuple[tuple[str, str, str, str], ...]
+    steps: tuple[int, ...]
+    curves: tuple[Curve, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Subject:
     """Everything on one page.
 
@@ -131,6 +150,8 @@ class Subject:
         curves: seconds a step; `gaps`: ratios a step; both over `steps`.
         pairs: predicted and measured seconds of each task of the timelines, with a word on it.
         parts: share of the time of a step by what it went to; none of a plan.
+        figures: what all that is said of a run is taken from; none of a plan.
+        beside: another run, where one was given.
     """
 
     title: str
@@ -154,6 +175,8 @@ class Subject:
     policy: str
     pairs: tuple[tuple[float, float, str], ...] = ()
     parts: Mapping[str, float] = field(default_factory=dict)
+    figures: Figures | None = None
+    beside: Beside | None = None
 
 
 def no_such_step(step: int, steps: Sequence[int]) -> InputError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flexcp.report.page.sections.beside import beside
 from flexcp.report.page.sections.curves import gaps, parts, prediction, step_times
 from flexcp.report.page.sections.distributions import degrees, lengths, memory
 from flexcp.report.page.sections.policies import policies
@@ -25,4 +26,5 @@ def sections(subject: Subject) -> list[Section]:
         (degrees, subject.degrees),
         (memory, subject.memory.ranks),
     )
-    return [draw(subject) for draw, numbers in drawn if numbers]
+    first = [beside(subject, subject.beside)] if subject.beside else []
+    return [*first, *(draw(subject) for draw, numbers in drawn if numbers)]

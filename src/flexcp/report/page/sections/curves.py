@@ -31,7 +31,7 @@ def step_times(subject: Subject) -> Section:
         "steps",
         "Step time",
         look + _means(subject, steps),
-        join([_keys(curves), charts.lines(curves, steps, scale, tips)]),
+        join([keys(curves), charts.lines(curves, steps, scale, tips)]),
         _curve_table(steps, curves, format_seconds),
     )
 
@@ -58,7 +58,7 @@ def gaps(subject: Subject) -> Section:
         "gap",
         "Gap",
         look + _means(subject, steps),
-        join([_keys(gaps), drawing]),
+        join([keys(gaps), drawing]),
         _curve_table(steps, gaps, "{:.3f}".format),
     )
 
@@ -69,7 +69,7 @@ def _means(subject: Subject, steps: Sequence[int]) -> str:
     return f" Points are means of neighbouring steps, {len(steps)} of {len(subject.steps):,} steps."
 
 
-def _keys(curves: Sequence[Curve]) -> Markup:
+def keys(curves: Sequence[Curve]) -> Markup:
     """Lines are told apart by their dashes too."""
     spans = [
         element(

@@ -32,16 +32,22 @@ class Section:
             element("h2", self.title),
             element("p", self.look, class_="look"),
             element("figure", self.drawing, role="group", aria_label=self.title),
-            _table(*self.table) if self.table else "",
+            _numbers(*self.table) if self.table else "",
             id=self.anchor,
             class_="card",
         )
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
+    """Cells as text."""
     head = element("tr", [element("th", name, scope="col") for name in heads])
     body = [element("tr", [element("td", cell) for cell in row]) for row in rows]
-    scroll = element("div", element("table", element("thead", head), element("tbody", body)), class_="scroll")
+    return element("table", element("thead", head), element("tbody", body))
+
+
+def _numbers(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
+    """The table below a plot, folded away."""
+    scroll = element("div", table(heads, rows), class_="scroll")
     return element("details", element("summary", "Numbers"), scroll)
 
 
