@@ -317,7 +317,8 @@ def by_hand_s(task: dict, body: dict) -> float:
     steps = (d - 1) * bool(cut)
     attention = c["pair_s"] * max(task["pairs"] / d, longest * (longest + 1) / 2)
     linear = c["token_s"] * max(tokens / d, longest)
-    handling = c["sample_s"] * (max(len(whole) / d, bool(whole)) + len(cut))
+    blocks = {"ring": d, "gather": min(d, 2), "all-to-all": 1}[task["exchange"]]
+    handling = c["sample_s"] * (max(len(whole) / d, bool(whole)) + blocks * len(cut))
     latency = c["layers"] * c["passes"] * link["latency_s"]
     message = c["kv_bytes_per_token"] * sum(cut) / d / link["bytes_per_s"]
     if task["exchange"] == "ring":

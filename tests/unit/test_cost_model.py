@@ -24,12 +24,12 @@ def test_one_rank_pays_no_communication():
 
 def test_hidden_communication_costs_nothing():
     # 2 steps of (10 * 6 / 3 / 100 + 2 * 3 * 0.25) = 3.4 s hide behind 30 / 3 = 10 s of attention.
-    assert COST.task_s(Load(6, 30, 1, 6, 1), 3) == 30 / 3 + 12 / 3 + 3 + 4 + 2 * 0.5
+    assert COST.task_s(Load(6, 30, 1, 6, 1), 3) == 30 / 3 + 12 / 3 + 3 * 3 + 4 + 2 * 0.5
 
 
 def test_exposed_communication_replaces_attention():
     # Across nodes: 2 steps of (10 * 6 / 3 / 10 + 2 * 3 * 0.5) = 10 s, attention only 1 s of it.
-    assert COST.task_s(Load(6, 3, 1, 6, 1), 3, True) == pytest.approx(10 + 12 / 3 + 3 + 4 + 2 * 0.5)
+    assert COST.task_s(Load(6, 3, 1, 6, 1), 3, True) == pytest.approx(10 + 12 / 3 + 3 * 3 + 4 + 2 * 0.5)
 
 
 def test_whole_samples_send_nothing_and_are_never_divided():

@@ -115,7 +115,7 @@ class CostModel:
 
         T_cpa = pair_s * pairs / d                                   the quadratic term, (1 + η) in the pairs
         T_cp  = T_cpa + token_s * tokens / d
-                + sample_s * (whole_samples / d + cut_samples)           every rank handles a cut sample
+                + sample_s * (whole_samples / d + d * cut_samples)       each ring step handles every cut one
                 + pack_s + (d - 1) * ring_step_s                         work that a ring step adds
         T_cm  = T_cma = (d - 1) * (kv_bytes_per_token * cut_tokens / d / bandwidth
                                    + layers * passes * latency)      0 without cut samples
@@ -126,18 +126,19 @@ class CostModel:
     With `exchange="gather"` the same bytes come at once, one latency a pass, and all keys of the others are
     one ring step. Only attention to the rank's own rows, 1/d of it, hides them::
 
-        T_cpa = pair_s * pairs / d / d,   one ring_step_s
+        T_cpa = pair_s * pairs / d / d,   one ring_step_s,   every cut sample is handled twice
         T_cm  = (d - 1) * kv_bytes_per_token * cut_tokens / d / bandwidth + layers * passes * latency
 
     With `exchange="all-to-all"` (Ulysses) ranks hold all rows of some heads during attention. Nothing hides
     the exchange, and key/value heads are repeated up to the degree::
 
-        T_cpa = 0,   no ring_step_s
+        T_cpa = 0,   no ring_step_s,   every cut sample is handled once
         T_cm  = head_bytes_per_token * (2 * heads + 2 * max(kv_heads, d))
                 * cut_tokens / d * (d - 1) / d / bandwidth + layers * passes * 2 * latency
 
     Attributes:
-        pair_s, token_s, sample_s, pack_s: seconds per attended pair, per token, per sample, per pack.
+        pair_s, token_s, sample_s, pack_s: seconds per attended pair, per token, per sample and block of its
+            keys, per pack.
         ring_step_s: seconds of work (launches, merging) that one more ring step costs, without cut samples 0.
         kv_bytes_per_token: what one cut token sends per ring step over a whole step, all layers: K and V
             in every pass, and dK and dV in the backward pass.
@@ -155,8 +156,8 @@ class CostModel:
     >>> load = Load(tokens=4, pairs=10, samples=1, cut_tokens=4, cut_samples=1)
     >>> cost.task_s(load, 1)                # 10 + 2 * 4 + 3 + 4
     25.0
-    >>> cost.task_s(load, 2)                # 5 + 8 / 2 + 3 + 4 + 5 + 0.7 - min(5, 0.7)
-    21.0
+    >>> cost.task_s(load, 2)                # 5 + 8 / 2 + 2 * 3 + 4 + 5 + 0.7 - min(5, 0.7)
+    24.0
     """
 
     pair_s: float
@@ -209,7 +210,7 @@ class CostModel:
 
         >>> link = Link(1.0, 0.5)
         >>> CostModel(1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 1, link, link).silent().task_s(Load(4, 10, 1, 4, 1), 2)
-        21.0
+        24.0
         """
         return replace(self, intra=INSTANT, inter=INSTANT)
 
@@ -269,17 +270,18 @@ class CostModel:
         if self.exchange == "ring":
             communication = steps * (self.kv_bytes_per_token * rows_s + latency_s)
             # T_cpa + T_cm - min(T_cpa, T_cma), with T_cm = T_cma, is the larger of the two.
-            exposed, merging = larger(attention, communication), steps * self.ring_step_s
+            exposed, merging, blocks = larger(attention, communication), steps * self.ring_step_s, degree
         elif self.exchange == "gather":
             communication = steps * self.kv_bytes_per_token * rows_s + (steps > 0) * latency_s
             own = attention / degree
             exposed, merging = attention - own + larger(own, communication), (steps > 0) * self.ring_step_s
+            blocks = 1 + (steps > 0)
         else:
             head_bytes = self.head_bytes_per_token * (2 * self.heads + 2 * larger(self.kv_heads, degree))
             communication = steps * head_bytes * rows_s / degree + (steps > 0) * _ALL_TO_ALLS * latency_s
-            exposed, merging = attention + communication, 0.0
+            exposed, merging, blocks = attention + communication, 0.0, 1
         whole = larger((samples - cut_samples) / degree, whole_tokens > 0)
-        handling = self.sample_s * (whole + cut_samples)
+        handling = self.sample_s * (whole + blocks * cut_samples)
         return exposed + linear + handling + self.pack_s + merging
 
 

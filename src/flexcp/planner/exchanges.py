@@ -14,12 +14,11 @@ import numpy.typing as npt
 from flexcp.core.cluster import Cluster
 from flexcp.core.layout import heads_divide
 from flexcp.core.plan import EXCHANGE_KINDS, ExchangeKind, Task
-from flexcp.cost.model import CostModel, Counts, Link
+from flexcp.cost.model import CostModel, Counts
 from flexcp.planner.bounds import Bound, lower_bound
 from flexcp.planner.placement import crosses_nodes
 from flexcp.planner.problem import Array, Problem
 
-_FREE = Link(float("inf"), 0.0)
 # Samples with most work that are looked at by themselves.
 _HEADS = 8
 
@@ -104,13 +103,13 @@ def plan_bound(problem: Problem, step_s: float) -> Bound:
     """Seconds that no plan can beat with the exchange of the problem's cost model for every group.
 
     A plan that mixes exchanges can fall below. Then it is what no plan can beat by any exchange, the larger
-    of two: the bound of a cost model that none of them undercuts, in which messages, waiting and merging cost
-    nothing; and the best time of a long sample over all exchanges and degrees, as its pack has one of each.
+    of two: the bound of a cost model that none of them undercuts, all-to-all in which messages and waiting
+    cost nothing; and the best time of a long sample over all exchanges and degrees, as its pack has one.
     """
     bound = lower_bound(problem)
     if step_s >= bound.seconds:
         return bound
-    silent = replace(problem.cost, exchange="ring", intra=_FREE, inter=_FREE, ring_step_s=0.0)
+    silent = problem.cost.silent().with_exchange("all-to-all")  # handles a sample once, and merges nothing
     found = [bound, max(lower_bound(replace(problem, cost=silent)), _longest_by_any(problem))]
     return min(found, key=lambda bound: bound.seconds)
 
