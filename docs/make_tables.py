@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import numpy as np
+
 from flexcp.cli.reproduce import EXPERIMENTS, run
 from flexcp.reproduce.result import ExperimentSetup, Result, constants_table, markdown
 from flexcp.reproduce.workloads import WORKLOADS
@@ -23,7 +25,7 @@ def lengths(results: dict[str, Result]) -> str:
     lines = ["| data set | median | 99 % | mean | longest | origin |", "|---|---:|---:|---:|---:|---|"]
     for name, shape in WORKLOADS.items():
         data = constants.workload(name)
-        median, high = data.tokens_at(0.5), data.tokens_at(0.99)
+        median, high = data.tokens(np.array([0.5, 0.99])).tolist()
         lines.append(
             f"| {name} | {median:,} | {high:,} | {data.mean_tokens():,.0f} | {data.longest_tokens:,} "
             f"| {shape.origin} |"
