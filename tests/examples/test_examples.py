@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+# tests/megatron runs that of Megatron, which needs a shim where there is no GPU.
+SCRIPTS = sorted(set(EXAMPLES.glob("*.py")) - {EXAMPLES / "megatron_pretrain.py"})
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

@@ -21,6 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -85,15 +86,18 @@ def make_config(**options: Any) -> TransformerConfig:
 
 def local_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Megatron's own layers, with a norm that runs anywhere."""
-    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=True)
+    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
     parts, attention = layer.submodules, layer.submodules.self_attention.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
-    attention.q_layernorm = attention.k_layernorm = Norm
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = Norm
     pipeline = config.pipeline_model_parallel_size
     return TransformerBlockSubmodules([layer] * (config.num_layers // pipeline), Norm)
 
 
-def provider(config: TransformerConfig, *, flexible: bool = True, **options: Any) -> GPTModel:
+def provider(
+    config: TransformerConfig, *, flexible: bool = True, aux: float = 0.0, **options: Any
+) -> GPTModel:
     """The model provider of a user, with the two lines that FlexCP needs; without them Megatron's own."""
     model_parallel_cuda_manual_seed(7)
     torch.manual_seed(7)
@@ -108,7 +112,7 @@ def provider(config: TransformerConfig, *, flexible: bool = True, **options: Any
         position_embedding_type="rope",
         **{"share_embeddings_and_output_weights": True, **options},
     )
-    return flexcp.megatron.enable(model) if flexible else model
+    return flexcp.megatron.enable(model, moe_aux_loss_coeff=aux) if flexible else model
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
@@ -172,6 +176,7 @@ def gradients_of(ddp: Any) -> dict[str, Tensor]:
     """Reduced gradients; of a distributed optimizer every rank holds a shard of each bucket."""
     if ddp.ddp_config.use_distributed_optimizer:
         group = parallel_state.get_data_parallel_group()
+        assert not ddp.expert_parallel_buffers
         for bucket in (bucket for buffer in ddp.buffers for bucket in buffer.buckets):
             shards = bucket.grad_data.chunk(group.size())
             own = shards[group.rank()].clone()
@@ -197,6 +202,9 @@ def own_share(model: Any, whole: dict[str, Tensor]) -> dict[str, Tensor]:
         if "layers" in parts:
             at = parts.index("layers") + 1
             parts[at] = str(int(parts[at]) + first)
+        if "local_experts" in parts:
+            at = parts.index("local_experts") + 1
+            parts[at] = str(int(parts[at]) + _first_expert(model.config))
         source = ".".join(parts)
         if source == "output_layer.weight" and source not in whole:
             source = "embedding.word_embeddings.weight"
@@ -205,6 +213,12 @@ def own_share(model: Any, whole: dict[str, Tensor]) -> dict[str, Tensor]:
             value = _slice(source, value, parameter.shape, rank, size)
         shares[name] = value
     return shares
+
+
+def _first_expert(config: TransformerConfig) -> int:
+    """Of this process; the experts are shared out over its expert-parallel group."""
+    size = parallel_state.get_expert_model_parallel_world_size()
+    return parallel_state.get_expert_model_parallel_rank() * (config.num_moe_experts // size)
 
 
 def _slice(name: str, value: Tensor, shape: Sequence[int], rank: int, size: int) -> Tensor:
@@ -224,19 +238,19 @@ def reference(
     losses, gradients = [], []
     for batch in batches:
         optimizer.zero_grad()
-        sums, count = torch.zeros(()), 0
+        sums = torch.zeros(())
+        count = sum(int((torch.as_tensor(dataset[index]["labels"])[1:] >= 0).sum()) for index in batch)
+        # The auxiliary loss is divided with the others; Megatron attaches it, times the tokens of a sample.
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0 / count))
         for index in batch:
             example = dataset[index]
             ids = torch.as_tensor(example["input_ids"])[None]
             targets = torch.as_tensor(example["labels"])[None, 1:]
-            if ids.shape[1] < 2:
-                continue
             mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)[None, None]
             positions = torch.arange(ids.shape[1])[None]
             labels = torch.nn.functional.pad(targets.where(targets >= 0, 0), (0, 1))
             token_losses = model(ids, positions, mask, labels=labels)[0, :-1]
             sums = sums + (token_losses * (targets[0] >= 0)).sum()
-            count += int((targets >= 0).sum())
         loss = sums / count
         loss.backward()
         losses.append(float(loss.detach()))

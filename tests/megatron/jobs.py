@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from flexcp.core.cluster import Cluster
@@ -63,41 +64,89 @@ def start(world: Any, tensor: int = 1, pipeline: int = 1, **options: Any) -> Non
     parallel_state.initialize_model_parallel(tensor, pipeline, **options)
 
 
-def train_alone(world: Any, steps: int, options: dict[str, Any], global_batch: int = GLOBAL_BATCH) -> Any:
+@dataclass(frozen=True)
+class Case:
+    """A grid and options under which training is held against one process.
+
+    Attributes:
+        tensor, pipeline, expert: sizes of Megatron's grid.
+        options: of the `TransformerConfig`; `moe_aux_loss_coeff` is given to `enable`.
+        wrapping: of the DistributedDataParallel.
+        global_batch, steps: samples a step, and steps.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+    wrapping: Mapping[str, Any] = field(default_factory=dict)
+    global_batch: int = GLOBAL_BATCH
+    steps: int = 3
+
+    @property
+    def alone(self) -> tuple[Any, ...]:
+        """What one process needs to know: cases with the same have the same reference."""
+        experts = {name: value for name, value in self.options.items() if "moe" in name}
+        return tuple(sorted(experts.items())), self.global_batch, self.steps
+
+
+def train_cases(world: Any, cases: Mapping[str, Case]) -> dict[str, dict[str, Any] | str]:
+    """What each case came to in this process, or how it ended; one world, since starting takes longest."""
+    shim.install()
+    from megatron.core import parallel_state
+
+    references: dict[Any, Any] = {}
+    found: dict[str, dict[str, Any] | str] = {}
+    for name, case in cases.items():
+        if case.alone not in references:
+            parallel_state.initialize_model_parallel()
+            references[case.alone] = train_alone(case)
+            parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            case.tensor, case.pipeline, expert_model_parallel_size=case.expert
+        )
+        try:
+            found[name] = train_flexibly(world, case, *references[case.alone])
+        except Exception:  # on all processes alike, or the world ends by its deadline
+            found[name] = traceback.format_exc()
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def train_alone(case: Case) -> tuple[Any, list[float], Any]:
     """First weights, and losses and gradients of every step, by Megatron's own attention on one process."""
-    start(world)
     from tests.megatron import host
 
     dataset = ListDataset(LENGTHS)
-    batches = [batch_indices(len(dataset), global_batch, 0, step).tolist() for step in range(steps)]
+    batches = [batch_indices(len(dataset), case.global_batch, 0, step).tolist() for step in range(case.steps)]
+    options = dict(case.alone[0])
     model = host.provider(host.make_config(**options), flexible=False)
     weights = {name: value.detach().clone() for name, value in model.named_parameters()}
     return weights, *host.reference(weights, dataset, batches, **options)
 
 
 def train_flexibly(
-    world: Any,
-    weights: Any,
-    gradients: Any,
-    tensor: int,
-    pipeline: int,
-    options: dict[str, Any],
-    wrapping: dict[str, Any],
-    global_batch: int = GLOBAL_BATCH,
+    world: Any, case: Case, weights: Any, losses: list[float], gradients: Any
 ) -> dict[str, Any]:
     """Losses, largest relative error of a gradient, degrees, micro-batches and waves, by step."""
-    start(world, tensor, pipeline)
     import flexcp
     from tests.megatron import host
 
-    model = host.provider(host.make_config(**options))
+    options = dict(case.options)
+    aux = options.pop("moe_aux_loss_coeff", 0.0)
+    config = host.make_config(**options, expert_model_parallel_size=case.expert)
+    model = host.provider(config, aux=aux)
     host.seed_weights(model, weights)
-    ddp, optimizer = host.wrap(model, **wrapping)
-    cells = world.size // (tensor * pipeline)
+    ddp, optimizer = host.wrap(model, **case.wrapping)
+    cells = world.size // (case.tensor * case.pipeline)
     with flexcp.megatron.Engine(
-        [ddp], make_planner(cells), ListDataset(LENGTHS), global_batch=global_batch, steps=len(gradients)
+        [ddp],
+        make_planner(cells),
+        ListDataset(LENGTHS),
+        global_batch=case.global_batch,
+        steps=len(gradients),
     ) as engine:
-        found: dict[str, Any] = {"degrees": [], "counts": [], "waves": []}
+        found: dict[str, Any] = {"degrees": [], "counts": [], "waves": [], "expected": losses}
 
         def watched() -> Any:
             for step in engine:

@@ -9,6 +9,7 @@ import contextlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -30,9 +31,22 @@ def install() -> None:
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
     torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
     _OnCpu().__enter__()
+    dist.all_to_all_single = _with_plain_sizes(dist.all_to_all_single)
     from megatron.core.transformer.moe import moe_utils
 
     moe_utils.te_general_gemm = None  # a name that is undefined without Transformer Engine
+
+
+def _with_plain_sizes(function: Any) -> Any:
+    """Megatron passes sizes of NumPy, which NCCL takes and gloo does not."""
+
+    def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if kwargs.get(name) is not None:
+                kwargs[name] = [int(size) for size in kwargs[name]]
+        return function(*args, **kwargs)
+
+    return all_to_all_single
 
 
 class _Nothing:

@@ -129,7 +129,7 @@ def test_a_resumed_run_sees_the_same_samples() -> None:
 
     for found in by_process:
         assert found["samples"] == [batch_indices(len(LENGTHS), 5, 0, step).tolist() for step in range(4)]
-        assert found["state"] == {"step": 4, "seed": 0, "global_batch": 5}
+        assert found["state"] == {"step": 4, "seed": 0, "global_batch": 5, "learnt_costs": {}}
         assert "seed = 0" in found["other seed"]
         assert found["losses"] == by_process[0]["losses"]
         before, after = found["evaluations"]

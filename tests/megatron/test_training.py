@@ -3,108 +3,132 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from tests.harness import run_ranks
-from tests.megatron.jobs import train_alone, train_flexibly, train_twenty
+from tests.megatron.jobs import Case, train_cases, train_twenty
 
 if importlib.util.find_spec("megatron") is None:
     pytest.skip(
         "megatron-core is not installed: pip install 'flexcp[train,megatron]'", allow_module_level=True
     )
 
-STEPS = 3
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 48,
+    "moe_router_load_balancing_type": "aux_loss",
+}
+BALANCED = {**EXPERTS, "moe_aux_loss_coeff": 0.1}
+SHARDED = {"use_distributed_optimizer": True}
+OVERLAPPED = {"overlap_grad_reduce": True, "bucket_size": 2000}
 
-Reference = tuple[Any, list[float], list[Any]]
+# On four processes.
+SHORT = {
+    "data-parallel": Case(),
+    "tensor-sequence-parallel": Case(tensor=2),
+    "pipeline": Case(pipeline=2),
+    "distributed-optimizer": Case(wrapping=SHARDED),
+    "overlapped-reduction": Case(wrapping=OVERLAPPED),
+    "full-recompute": Case(options=FULL),
+    "selective-recompute": Case(options=SELECTIVE),
+    "no-task-for-most-ranks": Case(wrapping=OVERLAPPED, global_batch=1, steps=2),
+    "balanced-experts": Case(options=BALANCED),
+    "expert-parallel": Case(expert=2, options=BALANCED),
+}
+LONG = {
+    "tensor-pipeline": Case(tensor=2, pipeline=2, options=FULL, wrapping=SHARDED),
+    "tensor-pipeline-overlapped": Case(
+        tensor=2, pipeline=2, options=SELECTIVE, wrapping={**SHARDED, **OVERLAPPED}
+    ),
+    "four-stages": Case(pipeline=4),
+    "experts-without-balance": Case(options=EXPERTS),
+    "expert-parallel-recomputed": Case(expert=4, options={**BALANCED, **FULL}),
+    "tensor-expert-parallel": Case(tensor=2, expert=2, options=BALANCED),
+    "pipeline-expert-parallel": Case(pipeline=2, expert=2, options=BALANCED),
+}
+ODD = {"odd-data-parallel": Case(), "odd-balanced-experts": Case(options=BALANCED)}
+SIX = {
+    "odd-pipeline": Case(pipeline=2),
+    "odd-tensor": Case(tensor=2),
+    "odd-experts": Case(expert=2, options=EXPERTS),
+}
+
+Found = list[Mapping[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def alone() -> Reference:
-    """One process, sample by sample, by Megatron's own attention."""
-    return run_ranks(train_alone, 1, STEPS, {})[0]
+def short() -> Found:
+    return run_ranks(train_cases, 4, SHORT)
 
 
-def check(
-    reference: Reference,
-    cells: int,
-    tensor: int = 1,
-    pipeline: int = 1,
-    options: dict[str, Any] | None = None,
-    wrapping: dict[str, Any] | None = None,
-    **more: int,
-) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def long() -> Found:
+    return run_ranks(train_cases, 4, LONG, deadline_s=280)
+
+
+@pytest.fixture(scope="module")
+def odd() -> Found:
+    return run_ranks(train_cases, 3, ODD)
+
+
+@pytest.fixture(scope="module")
+def six() -> Found:
+    return run_ranks(train_cases, 6, SIX, deadline_s=280)
+
+
+def check(found: Found, name: str) -> list[dict[str, Any]]:
     """Losses and gradients of every step are those of one process; what each process found."""
-    weights, losses, gradients = reference
-    assert len(set(losses)) == len(losses)
-    nproc = cells * tensor * pipeline
-    grid = (tensor, pipeline, options or {}, wrapping or {}, *more.values())
-    found = run_ranks(train_flexibly, nproc, weights, gradients, *grid)
-    for one in found:
-        assert one["losses"] == pytest.approx(losses, rel=1e-5)
+    own: list[dict[str, Any]] = [of_process[name] for of_process in found]
+    for one in own:
+        assert not isinstance(one, str), one
+        assert len(set(one["expected"])) == len(one["expected"])
+        assert one["losses"] == pytest.approx(one["expected"], rel=1e-5)
         assert max(one["errors"])[0] < 1e-5, one["errors"]
-    return found
+    return own
 
 
-@pytest.mark.parametrize(
-    "cells", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
-)
-def test_data_parallel(alone: Reference, cells: int) -> None:
-    """Plans of mixed degrees, odd ones among them, and ranks with different numbers of micro-batches."""
-    found = check(alone, cells)
+@pytest.mark.parametrize("name", SHORT)
+def test_every_gradient_is_that_of_one_process(short: Found, name: str) -> None:
+    """Plans of mixed degrees, odd ones among them, whatever happens to gradients and activations."""
+    found, case = check(short, name), SHORT[name]
 
-    assert {degree for step in found[0]["degrees"] for degree in step} == set(range(1, cells + 1))
-    counts = [tuple(one["counts"][step] for one in found) for step in range(STEPS)]
-    # Two ranks have as many micro-batches each in every plan of these batches.
-    assert cells == 2 or any(len(set(of_step)) > 1 for of_step in counts), counts
-
-
-def test_tensor_and_sequence_parallel(alone: Reference) -> None:
-    """Cells of two processes follow one plan; rows are filled up to a multiple of two."""
-    check(alone, cells=2, tensor=2)
-
-
-def test_pipeline(alone: Reference) -> None:
-    """1F1B: equal counts everywhere, batches without a sample where a rank has no task in a wave."""
-    found = check(alone, cells=2, pipeline=2)
-
-    for one in found:
-        assert one["counts"] == one["waves"]
-
-
-@pytest.mark.parametrize(
-    ("options", "wrapping"),
-    [
-        ({}, {"use_distributed_optimizer": True}),
-        ({}, {"overlap_grad_reduce": True, "bucket_size": 2000}),
-        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, {}),
-        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, {}),
-    ],
-    ids=["distributed-optimizer", "overlapped-reduction", "full-recompute", "selective-recompute"],
-)
-def test_options_of_megatron(alone: Reference, options: dict[str, Any], wrapping: dict[str, Any]) -> None:
-    """Unequal counts of micro-batches, whatever happens to gradients and activations."""
-    check(alone, cells=3, options=options, wrapping=wrapping)
+    counts = [tuple(one["counts"][step] for one in found) for step in range(case.steps)]
+    if case.pipeline > 1 or case.expert > 1:
+        # Batches without a sample where a rank has no task in a wave.
+        assert all(one["counts"] == one["waves"] for one in found)
+    elif name == "no-task-for-most-ranks":
+        # Overlapped reduction waits for the hooks of every rank, so each has a backward pass.
+        assert counts == [(1, 1, 1, 1)] * 2
+    elif case.tensor == 1:
+        assert {degree for step in found[0]["degrees"] for degree in step} == {1, 2, 3, 4}
+        assert any(len(set(of_step)) > 1 for of_step in counts), counts
 
 
 @pytest.mark.slow
-def test_tensor_and_pipeline_parallel(alone: Reference) -> None:
-    """TP x PP with sequence parallelism, full recomputation and a distributed optimizer, all at once."""
-    check(
-        alone,
-        cells=2,
-        tensor=2,
-        pipeline=2,
-        options={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        wrapping={"use_distributed_optimizer": True},
-    )
+@pytest.mark.parametrize("name", LONG)
+def test_combinations(long: Found, name: str) -> None:
+    """Everything at once."""
+    check(long, name)
 
 
 @pytest.mark.slow
-def test_pipeline_over_odd_groups(alone: Reference) -> None:
-    """Degree 3 under 1F1B."""
-    check(alone, cells=3, pipeline=2)
+@pytest.mark.parametrize("name", ODD)
+def test_three_ranks(odd: Found, name: str) -> None:
+    """A number of ranks that Megatron's own dynamic layout does not take."""
+    check(odd, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIX)
+def test_three_cells_of_two(six: Found, name: str) -> None:
+    """Degree 3 under 1F1B and under tensor parallelism; expert groups inside six ranks."""
+    check(six, name)
 
 
 @pytest.mark.slow
@@ -118,20 +142,3 @@ def test_twenty_steps_lose_as_megatrons_static_layout_does() -> None:
     assert len(static[0]["losses"]) == 20
     assert flexible[0]["losses"] == pytest.approx(static[0]["losses"], rel=1e-5)
     assert flexible[0]["losses"][-1] < flexible[0]["losses"][0]
-
-
-def test_a_rank_without_a_task_has_a_backward_pass() -> None:
-    """One sample for two ranks: overlapped reduction waits for the hooks of every rank."""
-    reference = run_ranks(train_alone, 1, 2, {}, 1)[0]
-    found = check(reference, cells=2, wrapping={"overlap_grad_reduce": True}, global_batch=1)
-
-    assert [one["counts"] for one in found] == [[1, 1], [1, 1]]
-
-
-@pytest.mark.slow
-def test_mixture_of_experts_on_one_rank_each() -> None:
-    """Four experts, two a token: routing is per token, so a cut sample goes where the whole one went."""
-    options = {"num_moe_experts": 4, "moe_router_load_balancing_type": "none", "moe_ffn_hidden_size": 48}
-    reference = run_ranks(train_alone, 1, STEPS, options)[0]
-
-    check(reference, cells=3, options=options)

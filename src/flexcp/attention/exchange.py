@@ -165,3 +165,24 @@ class Swap:
         while self._pending:
             self._pending.wait()
             self._pending = self._post_next()
+
+
+def group_sum(mine: Tensor, exchange: Exchange) -> Tensor:
+    """Sum of a small tensor over the members of a group, who all call it; the same bits on every member.
+
+    Args:
+        mine: any shape, the same on all members; no gradient flows.
+        exchange: the group.
+    """
+    if exchange.degree == 1:
+        return mine
+    members = range(exchange.degree)
+    messages = {
+        member: exchange.buffers.take(f"sum {member}", mine.shape, mine.dtype, mine.device)
+        for member in members
+    }
+    own = messages.pop(exchange.member)
+    own.payload.copy_(mine)
+    Swap(exchange, dict.fromkeys(messages, own), messages, own.payload_bytes).wait()
+    messages[exchange.member] = own
+    return torch.stack([messages[member].payload for member in members]).sum(0)

@@ -9,6 +9,7 @@ trace/from-step-*/rank-*.jsonl       spans of each rank in that attempt (`core.t
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -180,3 +181,27 @@ def read_reports(folder: Path) -> Iterator[StepReport]:
         )
     reports = read_lines(path, lambda record: StepReport.from_record(record) if "step" in record else None)
     return (report for report in reports if report is not None)
+
+
+def drop_later(folder: Path, first_step: int) -> None:
+    """Drop what an earlier, longer attempt left of the steps from `first_step` on."""
+    _drop_metrics(metrics_path(folder), first_step)
+    newest = attempt_path(folder, first_step)
+    for attempt in newest.parent.glob("from-step-*"):
+        if attempt.name >= newest.name:
+            shutil.rmtree(attempt, ignore_errors=True)
+
+
+def _drop_metrics(path: Path, first_step: int) -> None:
+    """Keep the records of steps before `first_step`."""
+    if not path.exists():
+        return
+    # A killed run may have left its last line unfinished.
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
+    records = [(line, json.loads(line)) for line in lines]
+    kept = [
+        line
+        for line, record in records
+        if record.get("step", -1) < first_step and record.get("evaluated_after", 0) <= first_step
+    ]
+    path.write_text("".join(kept), encoding="utf-8")

@@ -111,6 +111,13 @@ class Planner:
     mode: Mode = "free-running"
     whole_below_tokens: int | None = None
 
+    @property
+    def uncut_below_tokens(self) -> int:
+        """`whole_below_tokens`, or its default."""
+        if self.whole_below_tokens is not None:
+            return self.whole_below_tokens
+        return default_whole_below_tokens(self.cluster.tokens_per_rank)
+
     def __call__(self, samples: Sequence[Sample]) -> Plan:
         """Plan one global batch; see `make_plan`."""
         return make_plan(

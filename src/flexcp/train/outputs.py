@@ -6,7 +6,6 @@ Only rank 0 writes and draws; on the other ranks every method is silent.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -18,9 +17,8 @@ from rich.text import Text
 from torch import nn
 
 from flexcp.core.errors import ConfigError
-from flexcp.core.layout import default_whole_below_tokens
 from flexcp.core.metrics import StepReport
-from flexcp.core.run_folder import RunInfo, attempt_path, metrics_path
+from flexcp.core.run_folder import RunInfo, attempt_path, drop_later, metrics_path
 from flexcp.core.trace import read_spans, to_perfetto
 from flexcp.cost.correction import FACTORS, Correction
 from flexcp.planner import Planner
@@ -69,8 +67,7 @@ class Outputs:
                 raise ConfigError(
                     f"run.folder {folder} cannot be made ({error.strerror})", "Choose another one."
                 ) from error
-            _drop_metrics(metrics_path(folder), first_step)
-            _drop_traces(attempt_path(folder, first_step))
+            drop_later(folder, first_step)
 
     def __enter__(self) -> Outputs:
         self._bar.start()
@@ -206,9 +203,6 @@ class Outputs:
 def run_info(config: TrainConfig, planner: Planner) -> RunInfo:
     """What reports must know of a run beside its steps."""
     model = config.model
-    whole_below_tokens = planner.whole_below_tokens
-    if whole_below_tokens is None:
-        whole_below_tokens = default_whole_below_tokens(planner.cluster.tokens_per_rank)
     return RunInfo(
         origin="measured",
         model=str(model.config or f"{model.architecture}, {model.layers} layers of {model.hidden}"),
@@ -216,7 +210,7 @@ def run_info(config: TrainConfig, planner: Planner) -> RunInfo:
         policy=planner.policy,
         mode=planner.mode,
         cluster=planner.cluster,
-        whole_below_tokens=whole_below_tokens,
+        whole_below_tokens=planner.uncut_below_tokens,
         coefficients=asdict(planner.cost),
     )
 
@@ -231,25 +225,3 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return str(number)
-
-
-def _drop_metrics(path: Path, first_step: int) -> None:
-    """Keep the records of steps before `first_step`."""
-    if not path.exists():
-        return
-    # A killed run may have left its last line unfinished.
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
-    records = [(line, json.loads(line)) for line in lines]
-    kept = [
-        line
-        for line, record in records
-        if record.get("step", -1) < first_step and record.get("evaluated_after", 0) <= first_step
-    ]
-    path.write_text("".join(kept), encoding="utf-8")
-
-
-def _drop_traces(newest: Path) -> None:
-    """What an attempt with more ranks or more steps left from here on."""
-    for folder in newest.parent.glob("from-step-*"):
-        if folder.name >= newest.name:
-            shutil.rmtree(folder, ignore_errors=True)

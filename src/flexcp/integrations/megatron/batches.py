@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,10 +29,14 @@ class SeqParams(PackedSeqParams):  # type: ignore[misc]  # Megatron is untyped
     Attributes:
         context: layout and exchange of the group.
         positions: [T], of the local rows in their uncut samples.
+        sample_of_row: [T], which sample of the pack each row is of; their number where it is padding.
+        passes: when passes of the model began and ended in this process, on its `time.perf_counter`.
     """
 
     context: TaskContext
     positions: Tensor
+    sample_of_row: Tensor
+    passes: list[tuple[float, float]] = field(default_factory=list)
 
 
 def make_batch(micro: MicroBatch, multiple: int, device: torch.device) -> Batch:
@@ -86,6 +90,10 @@ def idle_batch(transport: Transport, multiple: int, device: torch.device) -> Bat
 
 
 def _seq_params(context: TaskContext, positions: Tensor) -> SeqParams:
+    pieces = context.layout.pieces(context.exchange.member)
+    indices = [*(piece.index for piece in pieces), len(context.layout.samples)]
+    rows = [*(piece.rows for piece in pieces), context.padding_rows]
+    samples = torch.repeat_interleave(torch.tensor(indices), torch.tensor(rows))
     # `sbhd`: Megatron hands q, k and v over as [T, 1, heads, width] and rotates row i by row i of the table.
     return SeqParams(
         qkv_format="sbhd",
@@ -93,6 +101,7 @@ def _seq_params(context: TaskContext, positions: Tensor) -> SeqParams:
         max_seqlen_kv=len(positions),
         context=context,
         positions=positions,
+        sample_of_row=samples.to(positions.device, non_blocking=True),
     )
 
 
@@ -101,7 +110,8 @@ def by_wave(micro_batches: Sequence[MicroBatch], plan: Plan) -> list[MicroBatch 
 
     Pipelines need it: all their stages run one order of forward and backward passes, which depends on the
     number of micro-batches alone. Where all ranks have as many, and the m-th of each is of wave m, the
-    members of a group meet at the same point of that order, on every stage.
+    members of a group meet at the same point of that order, on every stage. Expert parallelism needs it too:
+    the members of its groups exchange tokens in every layer of every pass.
     """
     own = {micro.task.wave: micro for micro in micro_batches}
     return [own.get(wave[0].wave) for wave in plan.waves]
@@ -112,6 +122,7 @@ class Batches(Iterator[Batch]):
 
     Attributes:
         left: batches not asked for yet.
+        handed: micro-batches handed out, None where a batch holds no sample, with their parameters.
     """
 
     def __init__(
@@ -123,6 +134,7 @@ class Batches(Iterator[Batch]):
     ) -> None:
         self._waiting = iter(micro_batches)
         self.left = len(micro_batches)
+        self.handed: list[tuple[MicroBatch | None, SeqParams]] = []
         self._transport, self._multiple, self._device = transport, multiple, device
 
     def __next__(self) -> Batch:
@@ -130,5 +142,8 @@ class Batches(Iterator[Batch]):
         micro = next(self._waiting)
         self.left -= 1
         if micro is None:
-            return idle_batch(self._transport, self._multiple, self._device)
-        return make_batch(micro, self._multiple, self._device)
+            batch = idle_batch(self._transport, self._multiple, self._device)
+        else:
+            batch = make_batch(micro, self._multiple, self._device)
+        self.handed.append((micro, batch["packed_seq_params"]))
+        return batch

@@ -92,13 +92,14 @@ def _refused(config: Any) -> Iterator[str]:
 
 def _refused_experts(config: Any) -> Iterator[str]:
     """Mixture of experts: routing as such is per token; what compares tokens of a micro-batch is not."""
-    if (config.expert_model_parallel_size or 1) > 1:
-        yield f"expert parallelism (expert_model_parallel_size={config.expert_model_parallel_size})"
     if not config.num_moe_experts:
         return
     coefficients = config.moe_aux_loss_coeff
     if any(coefficients if isinstance(coefficients, list) else [coefficients]):
-        yield f"moe_aux_loss_coeff={coefficients} (it would balance the local rows alone)"
+        yield (
+            f"moe_aux_loss_coeff={coefficients} in the config, which would balance the local rows alone "
+            "(flexcp.megatron.enable(model, moe_aux_loss_coeff=…) balances whole samples)"
+        )
     for name in ("moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_input_jitter_eps"):
         if getattr(config, name, None):
             yield f"{name}={getattr(config, name)}"

@@ -24,6 +24,7 @@ class Grid:
         cells: N, the data-parallel size.
         tensor: TP size.
         pipeline: PP size.
+        expert: EP size.
         columns: processes by cell, one list for each place in a cell; the same on all processes.
         is_first: whether this is the first process of its cell, which speaks for it.
         has_loss: whether this is the one process of its cell whose loss is counted.
@@ -32,9 +33,15 @@ class Grid:
     cells: int
     tensor: int
     pipeline: int
+    expert: int
     columns: tuple[tuple[int, ...], ...]
     is_first: bool
     has_loss: bool
+
+    @property
+    def passes_waves_together(self) -> bool:
+        """Whether every rank must run as many micro-batches as every other."""
+        return self.pipeline > 1 or self.expert > 1
 
 
 def read_grid() -> Grid:
@@ -51,6 +58,7 @@ def read_grid() -> Grid:
         cells=len(column),
         tensor=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
+        expert=parallel_state.get_expert_model_parallel_world_size(),
         columns=tuple(sorted({tuple(row) for row in rows.tolist()})),
         is_first=first_of_tensor and parallel_state.get_pipeline_model_parallel_rank() == 0,
         has_loss=first_of_tensor and parallel_state.is_pipeline_last_stage(ignore_virtual=True),

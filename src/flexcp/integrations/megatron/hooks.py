@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from flexcp.core.errors import UnsupportedError
 from flexcp.integrations.megatron.attention import FlexCPAttention, params_of
 from flexcp.integrations.megatron.config import check_supported
+from flexcp.integrations.megatron.experts import add_balancing_loss
 
 
 class LocalRotary(nn.Module):
@@ -46,11 +47,13 @@ class LocalRotary(nn.Module):
         return (table[0][positions], *table[1:]) if isinstance(table, tuple) else table[positions]
 
 
-def enable(model: Any) -> Any:
+def enable(model: Any, *, moe_aux_loss_coeff: float = 0.0) -> Any:
     """Make a GPT model ready, in place; call it in the model provider, before any wrapping.
 
     Args:
         model: built with a spec of `with_attention`.
+        moe_aux_loss_coeff: weight of the auxiliary loss of mixtures of experts (`experts`), in place of that
+            of the config, which must be 0.
 
     Returns:
         The same model.
@@ -81,4 +84,6 @@ def enable(model: Any) -> Any:
         )
     if rotary is not None and not isinstance(rotary, LocalRotary):
         model.rotary_pos_emb = LocalRotary(rotary)
+    if moe_aux_loss_coeff:
+        add_balancing_loss(model, moe_aux_loss_coeff)
     return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from flexcp.core.errors import RunError
 from flexcp.integrations.megatron.batches import Batches, by_wave
+from flexcp.integrations.megatron.recording import Measured, durations_of
 from flexcp.runtime.batches import MicroBatch
 from flexcp.runtime.collectives import all_gather_rows, collective_device
 from flexcp.runtime.feed import Prepared
@@ -26,21 +28,23 @@ class Step:
         index: index of the step.
         plan: the plan, the same on all processes.
         supervised_tokens: of the whole global batch.
-        num_microbatches: of this process. Equal on all of them if there are pipelines: a rank without a task
-            in a wave then gets a batch without a sample. At least 1, so that every rank has a backward pass.
+        num_microbatches: of this process. Equal on all of them if there are pipelines or expert parallelism:
+            a rank without a task in a wave then gets a batch without a sample. At least 1, so that every rank
+            has a backward pass.
     """
 
-    def __init__(self, engine: Engine, prepared: Prepared, supervised_tokens: int) -> None:
+    def __init__(self, engine: Engine, prepared: Prepared, supervised_tokens: int, begun_s: float) -> None:
         self.index = engine.next_step
         self.plan = prepared.plan
         self.supervised_tokens = supervised_tokens
         entries: list[MicroBatch | None] = [*prepared.micro_batches] or [None]
-        if engine.grid.pipeline > 1:
+        if engine.grid.passes_waves_together:
             entries = by_wave(prepared.micro_batches, self.plan)
         self.num_microbatches = len(entries)
         self._engine = engine
         self._batches = Batches(entries, engine.transport, engine.row_multiple, engine.device)
         self._finished = False
+        self._measured = Measured(self.plan, engine.transport.rank, prepared, begun_s)
 
     @property
     def schedule(self) -> dict[str, Any]:
@@ -55,12 +59,15 @@ class Step:
             "micro_batch_size": 1,
         }
 
-    def finish(self, losses: Iterable[Mapping[str, Tensor]], key: str = "lm loss") -> float:
+    def finish(
+        self, losses: Iterable[Mapping[str, Tensor]], key: str = "lm loss", grad_norm: float | None = None
+    ) -> float:
         """End the step, after the optimizer's; called once, on all processes.
 
         Args:
             losses: what the schedule returned: for each micro-batch what the loss function reported.
             key: the entry that holds the sum of the token losses and the number of tokens.
+            grad_norm: what the optimizer's step gave, for the run folder.
 
         Returns:
             Mean loss over the supervised tokens of the global batch, on every process.
@@ -70,12 +77,14 @@ class Step:
         """
         if self._finished:
             raise RunError(f"step {self.index} was finished twice", "Call step.finish once a step.")
-        total = torch.zeros(3, dtype=torch.float64, device=collective_device())
-        total[2] = self._batches.left
+        ended_s = time.perf_counter()
+        times = self._measured.row(self._batches.handed, ended_s)
+        total = torch.tensor([0.0, 0.0, self._batches.left, *times], dtype=torch.float64)
         if self._engine.grid.has_loss:
             for report in losses:
                 total[:2] += report[key].to(total)
-        loss_sum, tokens, left = all_gather_rows(total, "the end of a step").sum(0).tolist()
+        rows = all_gather_rows(total.to(collective_device()), "the end of a step").cpu()
+        loss_sum, tokens, left = rows[:, :3].sum(0).tolist()
         if left:
             raise RunError(
                 f"step {self.index} ends with {left:.0f} micro-batches that were not run",
@@ -88,5 +97,12 @@ class Step:
                 "Return (loss sum, loss_mask.sum() as int, report) from the loss function.",
             )
         self._finished = True
-        self._engine._step_finished()
-        return loss_sum / tokens if tokens else math.nan
+        loss = loss_sum / tokens if tokens else math.nan
+        self._record(rows[:, 3:], loss, grad_norm, ended_s)
+        return loss
+
+    def _record(self, rows: Tensor, loss: float, grad_norm: float | None, ended_s: float) -> None:
+        engine, index = self._engine, self.index
+        report = self._measured.report(rows, engine.grid, index, loss, self.supervised_tokens, grad_norm)
+        spans = self._measured.spans(self._batches.handed, ended_s, index)
+        engine._step_finished(self.plan, durations_of(rows, engine.grid), report, spans)
