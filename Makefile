@@ -3,9 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Newer releases of megatron-core need a newer Python.
+PYTHON_LATEST ?= python3.12
+LATEST := .venv-megatron-latest
+TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help install lint test test-all golden readme tables screenshot demo demo-short bench clean
+.PHONY: help install lint test test-all test-megatron-latest golden readme tables screenshot demo demo-short bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -28,6 +32,12 @@ test: $(STAMP) ## the test suite (a few minutes on two cores)
 
 test-all: $(STAMP) ## also the long forms of tests
 	$(BIN)/pytest -m "not gpu"
+
+test-megatron-latest: ## all Megatron tests with the newest megatron-core, in an environment of its own
+	$(PYTHON_LATEST) -m venv $(LATEST)
+	$(LATEST)/bin/pip install --quiet --upgrade -e '.[train,megatron,dev]' $(TORCH)
+	$(LATEST)/bin/pip list 2>/dev/null | grep -i -E '^(megatron-core|torch|numpy) '
+	$(LATEST)/bin/pytest tests/megatron -m "not gpu"
 
 golden: $(STAMP) ## rewrite the agreed flags that tests compare with; read the difference
 	$(BIN)/python tests/unit/test_cli.py
@@ -52,6 +62,7 @@ demo-short: $(STAMP) ## the same for a few steps
 
 bench: $(STAMP) ## planning, and what it gains: emulated, replayed, computed; writes benchmarks/results (an hour)
 	$(BIN)/python benchmarks/planner.py
+	$(BIN)/python benchmarks/megatron.py
 	$(BIN)/python benchmarks/emulated.py
 	$(BIN)/python benchmarks/replay.py
 	$(BIN)/python benchmarks/real.py
@@ -59,5 +70,5 @@ bench: $(STAMP) ## planning, and what it gains: emulated, replayed, computed; wr
 	$(BIN)/python benchmarks/simulator.py
 
 clean: ## remove the environment, build outputs, caches and runs
-	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(LATEST) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,23 +1,19 @@
 """Plans on lists of lengths: distance from the bound, planning time, and what integer degrees buy.
 
-    python benchmarks/planner.py [LENGTHS[:COLUMN] ...] [--mcore PYTHON]
+    python benchmarks/planner.py [LENGTHS[:COLUMN] ...]
 
 Reads the lists named and those in tests/data, and writes benchmarks/results/planner.md. Planning times are
-CPU time, the least of several runs. `--mcore` names an interpreter that has megatron-core, whose scheduler is
-then timed on the same batches.
+CPU time, the least of several runs.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
-from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -42,27 +38,12 @@ COST = cost_model(model_shape("qwen3-8b"), hardware("h100"))
 RANKS, TOKENS = (8, 24, 32, 48, 64, 100, 128, 1024), (4096, 8192, 16384)
 OTHERS = ("static", "paper", "megatron-dynamic")
 SCALES = ((512, 64), (30_720, 1_024), (131_072, 16_384))
-BALANCED = """
-import json, sys, time, types
-from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
-lengths, ranks, most = json.load(sys.stdin)
-group = types.SimpleNamespace(size=lambda: ranks)
-best = 1e9
-for _ in range(5):
-    pairs = list(enumerate(lengths))
-    start = time.process_time()
-    BalancedCPScheduler(most, group).get_groups_and_subsamples(pairs, None)
-    best = min(best, time.process_time() - start)
-print(json.dumps(best))
-"""
 
 
 def main() -> None:
     """Run everything and write the page."""
     arguments = sys.argv[1:]
-    mcore = arguments.pop(arguments.index("--mcore") + 1) if "--mcore" in arguments else ""
-    named = [argument for argument in arguments if argument != "--mcore"]
-    files = [*named, *map(str, sorted((ROOT / "tests/data").glob("*.json")))]
+    files = [*arguments, *map(str, sorted((ROOT / "tests/data").glob("*.json")))]
     lists = {}
     for file in files:
         path, _, column = file.partition(":")
@@ -70,7 +51,7 @@ def main() -> None:
     target = ROOT / "benchmarks/results/planner.md"
     target.parent.mkdir(exist_ok=True)
     page = header(lists)
-    for part in (partial(against_balanced, python=mcore), scale, integer_degrees, instances):
+    for part in (scale, integer_degrees, instances):
         page += part(lists)
     target.write_text("\n".join(page) + "\n", encoding="utf-8")
 
@@ -123,25 +104,6 @@ def scale(lists):
             samples, cluster = batch(lengths, ranks, 8192, size)
             plan, ms = timed(samples, cluster, "free-running", runs=9 if size < 1000 else 2)
             rows.append(f"| {name} | {size:,} × {ranks:,} | {ms:.1f} | {plan.gap:.4f} |")
-    return rows
-
-
-def against_balanced(lists, python):
-    """The scheduler of megatron-core on the same batches."""
-    if not python:
-        return []
-    rows = ["", "## Beside BalancedCPScheduler of megatron-core (its planning only)", ""]
-    rows += ["| list | ranks | tokens per rank | its ms | flexcp free-running ms |", "|---|---|---|---|---|"]
-    for name, lengths in lists.items():
-        for ranks, tokens in ((64, 8192), (64, 16384)):
-            samples, cluster = batch(lengths, ranks, tokens)
-            given = json.dumps([[sample.tokens for sample in samples], ranks, tokens])
-            ran = subprocess.run([python, "-c", BALANCED], input=given, capture_output=True, text=True)
-            theirs = (
-                f"{1000 * json.loads(ran.stdout.splitlines()[-1]):.1f}" if not ran.returncode else "fails"
-            )
-            _, ms = timed(samples, cluster, "free-running", runs=5)
-            rows.append(f"| {name} | {ranks} | {tokens} | {theirs} | {ms:.1f} |")
     return rows
 
 

@@ -32,6 +32,7 @@ PAGES = {
         [(mode, policy) for mode in ("free-running", "lockstep") for policy in ("flexcp", "paper", "static")],
     ),
     "real": (["mix of 300, 6,000 and 50,000 tokens"], [("flexcp",), ("static",)]),
+    "megatron": (["`BalancedCPScheduler` unchanged"], [("python_source_lengths_qwen", "64", "8192")]),
     "overhead": (["Engine on one rank", "Ring of two"], [("wall-clock",), ("processor",)]),
 }
 

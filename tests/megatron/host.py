@@ -96,12 +96,12 @@ def local_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
 
 
 def provider(
-    config: TransformerConfig, *, flexible: bool = True, aux: float = 0.0, **options: Any
+    config: TransformerConfig, *, flexible: bool = True, aux: float = 0.0, spec: Any = None, **options: Any
 ) -> GPTModel:
     """The model provider of a user, with the two lines that FlexCP needs; without them Megatron's own."""
     model_parallel_cuda_manual_seed(7)
     torch.manual_seed(7)
-    spec = local_spec(config)
+    spec = spec or local_spec(config)
     model = GPTModel(
         config,
         flexcp.megatron.with_attention(spec) if flexible else spec,
@@ -241,7 +241,7 @@ def reference(
         sums = torch.zeros(())
         count = sum(int((torch.as_tensor(dataset[index]["labels"])[1:] >= 0).sum()) for index in batch)
         # The auxiliary loss is divided with the others; Megatron attaches it, times the tokens of a sample.
-        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0 / count))
+        MoEAuxLossAutoScaler.set_loss_scale(torch.full((1,), 1.0 / count))
         for index in batch:
             example = dataset[index]
             ids = torch.as_tensor(example["input_ids"])[None]
@@ -277,10 +277,6 @@ class StaticStep:
         total = sum(report["lm loss"].double() for report in reports)
         torch.distributed.all_reduce(total)
         return float(total[0] / total[1])
-
-
-def static_steps(dataset: Any, batches: Sequence[Sequence[int]]) -> list[StaticStep]:
-    return [StaticStep(dataset, batch) for batch in batches]
 
 
 def whole_sample(example: Any) -> dict[str, Any]:

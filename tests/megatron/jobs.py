@@ -170,17 +170,31 @@ def _worst(got: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str]:
     return max(errors)
 
 
-def train_twenty(world: Any, flexible: bool) -> dict[str, Any]:
-    """Losses of twenty steps, by plans of the `flexcp` policy or by Megatron alone."""
+def train_twenty(world: Any) -> dict[str, Any]:
+    """Losses of twenty steps, by plans of the `flexcp` policy and by Megatron's own two static layouts."""
     start(world)
+    from megatron.core import parallel_state
+
+    from tests.megatron import host, static_cp
+
+    dataset, steps = ListDataset(LENGTHS), 20
+    batches = [batch_indices(len(dataset), GLOBAL_BATCH, 0, step).tolist() for step in range(steps)]
+    found: dict[str, Any] = _twenty_flexibly(dataset, steps)
+    static = [host.StaticStep(dataset, batch) for batch in batches]
+    found["data"] = host.train(static, *host.wrap(host.provider(host.make_config(), flexible=False)))[0]
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    cut = [static_cp.ContextStep(dataset, batch) for batch in batches]
+    model = static_cp.provider(host.make_config(context_parallel_size=2))
+    found["context"] = host.train(cut, *host.wrap(model))[0]
+    return found
+
+
+def _twenty_flexibly(dataset: ListDataset, steps: int) -> dict[str, Any]:
     import flexcp
     from tests.megatron import host
 
-    dataset, steps = ListDataset(LENGTHS), 20
-    ddp, optimizer = host.wrap(host.provider(host.make_config(), flexible=flexible))
-    if not flexible:
-        batches = [batch_indices(len(dataset), GLOBAL_BATCH, 0, step).tolist() for step in range(steps)]
-        return {"losses": host.train(host.static_steps(dataset, batches), ddp, optimizer)[0]}
+    ddp, optimizer = host.wrap(host.provider(host.make_config()))
     shape = flexcp.megatron.shape_of(ddp.module.config, host.PADDED_VOCAB)
     cost = cost_model(shape, hardware("cpu"))
     planner = Planner(flexcp.megatron.cluster(48), cost, whole_below_tokens=16)
@@ -192,4 +206,4 @@ def train_twenty(world: Any, flexible: bool) -> dict[str, Any]:
                 degrees.append(dict(step.plan.degrees))
                 yield step
 
-        return {"losses": host.train(watched(), ddp, optimizer)[0], "degrees": degrees}
+        return {"flexcp": host.train(watched(), ddp, optimizer)[0], "degrees": degrees}

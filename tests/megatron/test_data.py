@@ -50,11 +50,43 @@ def read(world: Any, folder: str) -> dict[str, Any]:
             call()
         except DataError as error:
             found[name] = str(error)
+    found["tables"] = rotate()
     return found
 
 
-def test_documents_are_samples(tmp_path: Path) -> None:
-    """Sequences of a document are one sample; long ones are cut; nothing is lost and nothing twice."""
+# Samples and degree of micro-batches that follow each other.
+ROTATED = [((4, 4), 2), ((7, 2, 9), 3), ((11,), 1), ((13, 5), 5), ((4, 4), 2)]
+
+
+def rotate() -> list[list[tuple[list[int], Any]]]:
+    """Positions and rotary table of every member of some groups in a row, by one model."""
+    import torch
+
+    from flexcp.core.layout import make_layout
+    from flexcp.core.sample import samples_from_lengths
+    from flexcp.integrations.megatron import SeqParams
+    from tests.megatron import host
+
+    rotary = host.provider(host.make_config()).rotary_pos_emb
+    found = []
+    for lengths, degree in ROTATED:
+        layout = make_layout(samples_from_lengths(lengths), degree, 0)
+        tables = []
+        for member in range(degree):
+            rows = [row for piece in layout.pieces(member) for row in range(piece.start, piece.stop)]
+            positions = torch.tensor(rows)
+            params = SeqParams(context=None, positions=positions, sample_of_row=positions)
+            length = rotary.get_rotary_seq_len(None, None, None, None, packed_seq_params=params)
+            tables.append((rows, rotary(length, packed_seq=True, cp_group=None)[:, 0, 0].numpy()))
+        found.append(tables)
+    return found
+
+
+def test_documents_are_samples_and_rows_keep_their_positions(tmp_path: Path) -> None:
+    """Sequences of a document are one sample; long ones are cut; nothing is lost and nothing twice.
+
+    And, in the same process, rotary tables of micro-batches whose degrees change from one to the next.
+    """
     found = run_ranks(read, 1, str(tmp_path))[0]
 
     for most, (lengths, samples, last) in (("None", found["None"]), ("4", found["4"])):
@@ -65,6 +97,17 @@ def test_documents_are_samples(tmp_path: Path) -> None:
     assert found["4"][0] == [4, 1, 4, 4, 2, 1, 4, 4, 4, 3]
     assert "does not exist" in found["missing"]
     assert "max_tokens is 0" in found["zero"]
+    frequencies = 10_000.0 ** (-np.arange(0, 8, 2) / 8)
+    for tables, (lengths, degree) in zip(found["tables"], ROTATED, strict=True):
+        # Rows are those of the uncut samples, whatever the degree was before.
+        assert sorted(row for rows, _ in tables for row in rows) == sorted(
+            row for length in lengths for row in range(length)
+        )
+        assert len(tables) == degree
+        for rows, table in tables:
+            angles = np.outer(rows, frequencies)
+            np.testing.assert_allclose(table, np.concatenate([angles, angles], axis=1), rtol=1e-5)
+    assert found["tables"][0][0][0] == [0, 3, 0, 3]
 
 
 def train_and_resume(world: Any) -> dict[str, Any]:

@@ -113,6 +113,7 @@ def test_a_plan_says_what_flexcp_would_change(lengths, tmp_path, capfd):
 
     assert main(["plan", lengths, "--from-megatron-args", f"@{path}"]) == 0
     shown = plain(capfd.readouterr().out)
+    assert "note: filling the 2 stages adds" in shown
     assert "do: remove --context-parallel-size 2" in shown
     assert "note: not read, and left as they are: --lr --master_addr." in shown
 

@@ -21,7 +21,7 @@ from flexcp.planner.list_schedule import Layout, list_schedule, scheduled_tasks
 from flexcp.planner.packing import best_fit_decreasing
 from flexcp.planner.placement import crosses_nodes, place
 from flexcp.planner.problem import Problem
-from flexcp.planner.timeline import makespan_s
+from flexcp.planner.timeline import fill_s, makespan_s
 
 FREE = Link(1e30, 0.0)
 COST = CostModel(1e-3, 1.0, 0.0, 0.5, 0.0, 1.0, 1, FREE, FREE)
@@ -275,3 +275,20 @@ def test_the_wave_of_the_longest_sample_bounds_what_runs_beside_it():
     bound = lower_bound(problem)
     assert bound.seconds == pytest.approx(88 + 2.5 * 44 / 4)
     assert "no room for beside it" in bound.reason
+
+
+@settings(max_examples=30, deadline=None)
+@given(samples(), clusters(), cost_models(), st.integers(1, 5))
+def test_a_pipeline_adds_its_longest_wave_for_every_further_stage(given, cluster, cost, stages):
+    """Against waves that are passed on from stage to stage, one at a time each."""
+    try:
+        plan = make_plan(given, cluster, cost, mode="lockstep")
+    except InfeasibleError:
+        return
+    ended = [0.0] * stages
+    for wave in plan.waves:
+        before = 0.0
+        for stage in range(stages):
+            before = ended[stage] = max(before, ended[stage]) + max(task.duration_s for task in wave)
+
+    assert plan.step_s + fill_s(plan, stages) == pytest.approx(ended[-1])

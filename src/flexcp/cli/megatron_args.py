@@ -15,6 +15,9 @@ from pathlib import Path
 from flexcp.cli.comparison import Setting
 from flexcp.core.errors import ConfigError
 from flexcp.core.model_shape import ModelShape
+from flexcp.core.plan import Plan
+from flexcp.planner.timeline import fill_s
+from flexcp.report.tables import format_seconds
 
 Flags = Mapping[str, str]
 
@@ -315,6 +318,12 @@ def asked_of(
 
 def _first(*values: int | None) -> int:
     return next(value for value in values if value is not None)
+
+
+def fill_notice(run: MegatronRun, plan: Plan) -> str:
+    """What predictions leave out of a pipeline."""
+    added = format_seconds(fill_s(plan, run.pipeline))
+    return f"filling the {run.pipeline} stages adds {added} to a step of {plan.policy}; no time here includes it."
 
 
 def changes_of(run: MegatronRun, setting: Setting) -> tuple[str, ...]:

@@ -13,7 +13,14 @@ from rich.console import Console
 from rich.text import Text
 
 from flexcp.cli.comparison import compare, verdict
-from flexcp.cli.megatron_args import GLOBAL_BATCH, RANKS_PER_NODE, asked_of, changes_of, read_megatron_args
+from flexcp.cli.megatron_args import (
+    GLOBAL_BATCH,
+    RANKS_PER_NODE,
+    asked_of,
+    changes_of,
+    fill_notice,
+    read_megatron_args,
+)
 from flexcp.cli.memory import Holding, MemorySize, ShardingName, TokensPerRank
 from flexcp.cli.outputs import require_writable, write_output
 from flexcp.cli.plan_json import report_json
@@ -132,6 +139,8 @@ def plan(
     outcomes, baseline = compare(request.batches, request.setting, policy=policy, current_cp=current_cp)
     sentence = verdict(outcomes[-1], baseline, request.given.lengths, request.setting)
     changes = changes_of(run, request.setting) if run is not None else ()
+    if run is not None and run.pipeline > 1 and outcomes[-1].plans:
+        request.inputs["notices"].append(fill_notice(run, outcomes[-1].plans[0]))
     report = _Report(request, current_cp, outcomes, baseline, sentence, changes)
     for path in out or ():
         report.write(path)

@@ -138,3 +138,12 @@ def _groups(wave: Wave, problem: Problem) -> tuple[Group, ...]:
 def makespan_s(tasks: tuple[Task, ...]) -> float:
     """Seconds until the last task ends."""
     return max(task.end_s for task in tasks)
+
+
+def fill_s(plan: Plan, stages: int) -> float:
+    """Seconds that filling a pipeline adds to a lockstep plan whose times are those of one stage.
+
+    Jobs that take equally long on every machine of a line, in one order, take their sum and once more the
+    longest of them for every further machine, in whatever order they come (the proportionate flow shop).
+    """
+    return (stages - 1) * max(max(task.duration_s for task in wave) for wave in plan.waves)

@@ -21,6 +21,7 @@ from flexcp.core.trace import Span, TraceWriter, task_detail
 from flexcp.integrations.megatron.batches import SeqParams
 from flexcp.integrations.megatron.grid import Grid
 from flexcp.planner import Planner
+from flexcp.planner.timeline import fill_s
 from flexcp.runtime.batches import MicroBatch
 from flexcp.runtime.feed import Prepared
 
@@ -145,7 +146,7 @@ class Measured:
             tokens=sum(sample.tokens for sample in plan.samples),
             supervised_tokens=supervised,
             degrees=plan.degrees,
-            predicted_s=pipelined_s(plan, grid.pipeline),
+            predicted_s=plan.step_s + fill_s(plan, grid.pipeline),
             bound_s=plan.bound_s,
             measured_s=measured_s,
             step_s=time.perf_counter() - self.begun_s,
@@ -174,16 +175,6 @@ def durations_of(rows: Tensor, grid: Grid) -> list[list[float]]:
 def _by_cell(rows: Tensor, grid: Grid) -> Tensor:
     """[N, numbers]: of the slowest process of each cell."""
     return torch.stack([rows[list(column)] for column in grid.columns]).cpu().amax(0)
-
-
-def pipelined_s(plan: Plan, stages: int) -> float:
-    """Seconds of a plan whose waves pass a pipeline, times of tasks being those of a stage.
-
-    Jobs that take equally long on every machine of a line, in one order: their sum, and the longest of them
-    once for every further machine, in whatever order they come (the proportionate flow shop).
-    """
-    longest_s = max(max(task.duration_s for task in wave) for wave in plan.waves)
-    return plan.step_s + (stages - 1) * longest_s
 
 
 def _total(intervals: Sequence[tuple[float, float]]) -> float:
