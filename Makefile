@@ -35,7 +35,7 @@ test-all: $(STAMP) ## also the long forms of tests
 
 test-megatron-latest: ## all Megatron tests with the newest megatron-core, in an environment of its own
 	$(PYTHON_LATEST) -m venv $(LATEST)
-	$(LATEST)/bin/pip install --quiet --upgrade -e '.[train,megatron,dev]' $(TORCH)
+	$(LATEST)/bin/pip install --quiet --upgrade -e '.[train,megatron,dev]' $(TORCH) triton
 	$(LATEST)/bin/pip list 2>/dev/null | grep -i -E '^(megatron-core|torch|numpy) '
 	$(LATEST)/bin/pytest tests/megatron -m "not gpu"
 

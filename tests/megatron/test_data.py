@@ -123,7 +123,7 @@ def train_and_resume(world: Any) -> dict[str, Any]:
 
     def engine(**options: Any) -> Any:
         return flexcp.megatron.Engine(
-            [model], make_planner(2), ListDataset(LENGTHS), **{"global_batch": 5, "steps": 4, **options}
+            [model], make_planner(1), ListDataset(LENGTHS), **{"global_batch": 5, "steps": 4, **options}
         )
 
     def evaluate(running: Any, dataset: Any) -> list[tuple[float, int]]:
@@ -168,7 +168,7 @@ def test_a_resumed_run_sees_the_same_samples() -> None:
     """Order is a function of seed and step, for any grid; evaluation leaves the count of steps alone."""
     from flexcp.runtime.order import batch_indices
 
-    by_process = run_ranks(train_and_resume, 4)
+    by_process = run_ranks(train_and_resume, 2)
 
     for found in by_process:
         assert found["samples"] == [batch_indices(len(LENGTHS), 5, 0, step).tolist() for step in range(4)]

@@ -323,7 +323,7 @@ def _first(*values: int | None) -> int:
 def fill_notice(run: MegatronRun, plan: Plan) -> str:
     """What predictions leave out of a pipeline."""
     added = format_seconds(fill_s(plan, run.pipeline))
-    return f"filling the {run.pipeline} stages adds {added} to a step of {plan.policy}; no time here includes it."
+    return f"filling the {run.pipeline} stages adds {added} to a step of {plan.policy}; times leave it out."
 
 
 def changes_of(run: MegatronRun, setting: Setting) -> tuple[str, ...]:
