@@ -213,3 +213,55 @@ def test_bad_input_ends_all_ranks_with_one_sentence() -> None:
     assert "rank 0 and ranks [1] hold different plans" in first["plans"]
     assert "rank 1 and ranks [0] hold different plans" in second["plans"]
     assert "ran without FlexCP attention" in first["not enabled"]
+
+
+def tasks_read_late(world: Any) -> list[Any]:
+    """A clock whose marks mean nothing until the gradient norm is known, as on an accelerator."""
+    from flexcp.integrations.transformers import enable
+    from flexcp.runtime import step as step_module
+
+    class LateClock:
+        is_immediate = False
+        ready = False
+        marked = 0
+
+        def __init__(self, device: torch.device) -> None:
+            LateClock.marked = 0
+
+        def mark(self) -> int:
+            LateClock.marked += 1
+            return LateClock.marked
+
+        def read_s(self, mark: int) -> float:
+            assert LateClock.ready, "the host would wait for the device"
+            return 100.0 + mark
+
+    clip = step_module.clip_gradients
+
+    def clip_and_know(*args: Any) -> float:
+        norm = clip(*args)
+        LateClock.ready = True
+        return norm
+
+    step_module.Clock, step_module.clip_gradients = LateClock, clip_and_know
+    model = tiny_model()
+    with enable(model):
+        planner = make_planner(world.size, tokens_per_rank=64)
+        engine = make_engine(model, planner, ListDataset(LENGTHS), global_batch=9, steps=2)
+        found = []
+        for step in engine:
+            LateClock.ready = False
+            for micro in step:
+                step.backward(engine.model(**micro.inputs), micro)
+            step.finish()
+            found.append((len(step.plan.tasks_of(world.rank)), list(step._durations_s), step._work_ended_s))
+        engine.close()
+    return found
+
+
+def test_times_of_tasks_are_read_when_the_device_is_done() -> None:
+    """Each task is from its own mark to the next; nothing is read before the step is summed."""
+    for steps in run_ranks(tasks_read_late, 2):
+        for tasks, durations_s, ended_s in steps:
+            assert durations_s == [1.0] * tasks
+            assert ended_s == 101.0 + 1 + 2 * tasks

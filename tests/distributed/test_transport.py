@@ -91,3 +91,71 @@ def test_likely_peers_meet_before_step_0() -> None:
     for rank, (met, peers) in enumerate(run_ranks(greet, 4, 2)):
         assert peers == list(met)
         assert set(met) == {rank ^ 1, (rank + 1) % 4, (rank - 1) % 4}
+
+
+def attend(world: Any, stages: bool) -> list[Any]:
+    """Three layers' worth of ring attention in changing groups, three times: groups, buffers, values."""
+    from flexcp.attention import group_attention
+    from flexcp.core.layout import make_layout
+    from flexcp.core.sample import samples_from_lengths
+    from flexcp.runtime.transport import Transport
+    from tests.reference import random_qkv, scatter
+
+    transport = Transport()
+    transport.stages = stages
+    samples = samples_from_lengths([61, 24])
+    tensors = random_qkv(85, 4, 2)
+    groups_at_start = len(dist.distributed_c10d._world.pg_map)
+    storage, results = [], []
+    for _ in range(3):
+        for ranks in ((0, 1, 2), (2, 0), (1, 0), (2, 1)):
+            if world.rank in ranks:
+                layout = make_layout(samples, len(ranks), 0)
+                exchange = transport.exchange(ranks)
+                shards = [scatter(x, layout)[exchange.member] for x in tensors]
+                leaves = [x.clone().requires_grad_() for x in shards[:3]]
+                out = group_attention(*leaves, layout, exchange)
+                results.append([out.detach(), *torch.autograd.grad(out, leaves, shards[3])])
+        flats = transport.buffers._flat
+        storage.append((transport.buffers.allocations, {key: flat.data_ptr() for key, flat in flats.items()}))
+    groups = (groups_at_start, len(dist.distributed_c10d._world.pg_map))
+    return [groups, storage, results, [key[0] for key in flats]]
+
+
+def test_groups_are_made_at_start_and_storage_in_the_first_round() -> None:
+    """Whatever groups follow, no other process group; and nothing is allocated for a message seen before."""
+    for groups, storage, *_ in run_ranks(attend, 3, False):
+        assert groups == (2, 2)  # that of the world, and that of all messages
+        assert storage[0] == storage[1] == storage[2]
+        assert storage[0][0]
+
+
+def test_messages_pass_through_the_host_where_the_backend_wants_them_there() -> None:
+    """As with ranks that share an accelerator, where gloo cannot read the device: the same to the bit."""
+    for direct, staged in zip(run_ranks(attend, 3, False), run_ranks(attend, 3, True), strict=True):
+        torch.testing.assert_close(staged[2], direct[2], rtol=0, atol=0)
+        assert staged[1][0] == staged[1][2]  # the places in host memory are used again, too
+        assert any(name.startswith("host ") for name in staged[3])
+        assert not any(name.startswith("host ") for name in direct[3])
+
+
+def untouched_words(world: Any) -> list[int]:
+    """Length words after a message that nobody checks."""
+    from flexcp.attention import Message
+    from flexcp.runtime.transport import Transport
+
+    transport = Transport()
+    words = []
+    for checks in (True, False):
+        transport.checks_lengths = checks
+        leaving, arriving = (Message.zeros((4,), torch.float32, CPU) for _ in range(2))
+        leaving.length.fill_(77)
+        other = 1 - world.rank
+        transport.exchange((0, 1)).post([(leaving, other)], [(arriving, other)]).wait()
+        words.append(int(arriving.length))
+    return words
+
+
+def test_lengths_are_written_only_for_who_reads_them() -> None:
+    """On NCCL that would be a kernel a message, for nothing."""
+    assert run_ranks(untouched_words, 2) == [[16, 77]] * 2

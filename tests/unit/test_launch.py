@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from flexcp.attention import Message
 from flexcp.core.errors import ConfigError, DataError, RankFailedError, SampleTooLongError
+from flexcp.runtime import launch as launch_module
 from flexcp.runtime.collectives import on_first_rank, peers_in_reach
 from flexcp.runtime.launch import launch, under_torchrun
 from flexcp.runtime.transport import Transport
@@ -134,6 +135,24 @@ def test_a_rank_that_dies_silently_is_named(how: str, nproc: int, words: str) ->
         launch(die, nproc, (how,), deadline_s=60)
 
     assert time.monotonic() - started_s < 40
+
+
+def test_ranks_share_a_device_only_when_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One device, two local ranks."""
+    chosen: list[int] = []
+    for name, answer in {
+        "is_available": True,
+        "current_accelerator": torch.device("cuda"),
+        "device_count": 1,
+    }.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+
+    assert launch_module._device(1, share_devices=True) == torch.device("cuda", 0)
+    assert launch_module._device(0, share_devices=False) == torch.device("cuda", 0)
+    assert chosen == [0, 0]
+    with pytest.raises(ConfigError, match="local rank 1 has no device of its own; this machine has 1"):
+        launch_module._device(1, share_devices=False)
 
 
 def first_rank_work(world: Any) -> list[str]:

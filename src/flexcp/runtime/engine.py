@@ -30,7 +30,7 @@ from flexcp.cost.correction import Correction
 from flexcp.planner import Planner
 from flexcp.runtime.agreement import require_agreement, versions
 from flexcp.runtime.batches import Dataset, MicroBatch, Stream, check_fits, sample_name
-from flexcp.runtime.collectives import all_gather_rows, peers_in_reach
+from flexcp.runtime.collectives import all_gather_rows, collective_device, peers_in_reach
 from flexcp.runtime.feed import Feed, Prepared
 from flexcp.runtime.launch import DEFAULT_TIMEOUT_S
 from flexcp.runtime.learning import Learning
@@ -228,7 +228,8 @@ class Engine:
             raise DataError(
                 "no sample of the evaluation data has a supervised token", "Check the labels of these data."
             )
-        return float(all_gather_rows(total[None], "evaluation").sum()) / supervised
+        mine = total[None].to(collective_device())
+        return float(all_gather_rows(mine, "evaluation").sum()) / supervised
 
     def check(self, dataset: Dataset | Stream) -> None:
         """Whether every sample of another data set fits, so that a later evaluation will not fail.

@@ -64,40 +64,49 @@ def under_torchrun() -> bool:
 
 @contextmanager
 def joined_world(
-    *, rendezvous: Path | None = None, rank: int = 0, size: int = 1, timeout_s: float = DEFAULT_TIMEOUT_S
+    *,
+    rendezvous: Path | None = None,
+    rank: int = 0,
+    size: int = 1,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    share_devices: bool = False,
 ) -> Iterator[World]:
     """Join the world, and leave it at the end; an error is the end of this process's world.
 
     With `rendezvous` the ranks of one machine meet in that file; without it the environment that torchrun
-    makes is used. Collectives that wait longer than `timeout_s` seconds end with an error.
+    makes is used. Collectives that wait longer than `timeout_s` seconds end with an error. With
+    `share_devices` several ranks may compute on one device; they talk through the host (gloo), slowly.
     """
     local_rank, local_size = rank, size
     if rendezvous is None:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    device = _device(local_rank)
-    backend = "gloo" if device.type == "cpu" else None  # None: torch picks by device (NCCL, HCCL, …)
+    device = _device(local_rank, share_devices=share_devices)
+    over_host = device.type == "cpu" or share_devices
+    backend = "gloo" if over_host else None  # None: torch picks by device (NCCL, HCCL, …)
     dist.init_process_group(
         backend,
         init_method=f"file://{rendezvous}" if rendezvous is not None else "env://",
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type != "cpu" else None,
+        device_id=None if over_host else device,
     )
     yield World(rank, size, local_size, device)
     dist.destroy_process_group()  # after an error it could wait for a peer that is gone
 
 
-def _device(local_rank: int) -> torch.device:
+def _device(local_rank: int, *, share_devices: bool) -> torch.device:
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     kind = torch.accelerator.current_accelerator()
-    if kind is None or local_rank >= torch.accelerator.device_count():
+    count = torch.accelerator.device_count()
+    if share_devices:
+        local_rank %= max(1, count)
+    if kind is None or local_rank >= count:
         raise ConfigError(
-            f"local rank {local_rank} has no device of its own; this machine has "
-            f"{torch.accelerator.device_count()}",
+            f"local rank {local_rank} has no device of its own; this machine has {count}",
             "Start at most one rank per device.",
         )
     torch.accelerator.set_device_index(local_rank)
@@ -113,6 +122,7 @@ def launch(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     log_dir: Path | None = None,
     status_dir: Path | None = None,
+    share_devices: bool = False,
 ) -> list[Any]:
     """Run `target(world, *args)` on `nproc` local ranks and return what each returned, by rank.
 
@@ -128,6 +138,7 @@ def launch(
         log_dir: where each rank's output goes (`rank-0.log`, …); None leaves it on the terminal.
         status_dir: where each rank leaves word of what it does (`rank-0.json`, …), so that the others can
             say it when it is lost. Without torchrun this launcher reads it, and has a folder of its own.
+        share_devices: local ranks may be more than the devices there are, for tests; see `joined_world`.
 
     SIGTERM is passed on to the ranks, and the run goes on until they end.
 
@@ -150,7 +161,7 @@ def launch(
         try:
             with passing_on_sigterm(ranks) as told:
                 for index in range(nproc):
-                    given = (target, args, index, nproc, folder, timeout_s, log_dir)
+                    given = (target, args, index, nproc, folder, timeout_s, log_dir, share_devices)
                     ranks.append(RankProcess(index, _child, given, folder, log_dir))
                 watch(ranks, deadline_s)
         finally:
@@ -195,6 +206,7 @@ def _child(
     folder: Path,
     timeout_s: float,
     log_dir: Path | None,
+    share_devices: bool,
 ) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if log_dir is not None:
@@ -205,7 +217,11 @@ def _child(
     leave_word(folder, index)
     try:
         with joined_world(
-            rendezvous=folder / "rendezvous", rank=index, size=size, timeout_s=timeout_s
+            rendezvous=folder / "rendezvous",
+            rank=index,
+            size=size,
+            timeout_s=timeout_s,
+            share_devices=share_devices,
         ) as world:
             value = target(world, *args)
         _send(pipe, Result(value=value))

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from flexcp.core.errors import RunError, UnsupportedError
 from flexcp.core.metrics import StepReport
+from flexcp.core.plan import Task
 from flexcp.core.trace import task_detail
 from flexcp.runtime.batches import MicroBatch
-from flexcp.runtime.collectives import all_gather_rows, peers_in_reach
+from flexcp.runtime.clock import Clock, Mark
+from flexcp.runtime.collectives import all_gather_rows, collective_device, peers_in_reach
 from flexcp.runtime.feed import Prepared
 from flexcp.runtime.loss import token_loss_sum
 from flexcp.runtime.sharding import clip_gradients
@@ -47,7 +49,10 @@ class Step:
         self._prepared = prepared
         self._left = {id(micro): micro for micro in prepared.micro_batches}
         self._begun_s = begun_s
-        self._work_begun_s = self._task_begun_s = time.perf_counter()
+        self._work_begun_s = time.perf_counter()
+        self._clock = Clock(engine.device)
+        self._task_begun = self._clock.mark()
+        self._unread: list[tuple[Mark, Mark, Task, list[tuple[float, float]]]] = []
         waited_s = begun_s + prepared.plan_wait_s + prepared.data_wait_s
         engine.record("gather", waited_s, self._work_begun_s, self.index)
         self._work_ended_s = 0.0
@@ -63,7 +68,7 @@ class Step:
         for number, waiting in enumerate(list(self._left.values()), start=1):
             names = [self._engine.sample_name(index) for index in waiting.sample_ids]
             tell(f"task {number} of {count} on ranks {list(waiting.task.ranks)}", self.index, names)
-            self._task_begun_s = time.perf_counter()
+            self._task_begun = self._clock.mark()
             micro = waiting.to(self._engine.device)  # one at a time: the device holds no data of later tasks
             del self._left[id(waiting)]
             self._left[id(micro)] = micro
@@ -99,18 +104,27 @@ class Step:
         self._record_task(micro)
 
     def _record_task(self, micro: MicroBatch) -> None:
-        """The span of a task that ends now, and those of the waits in it that one could see."""
-        engine, begun_s, now_s = self._engine, self._task_begun_s, time.perf_counter()
+        """A task ends here in the work."""
         waits = micro.inputs["flexcp"].exchange.waits
-        ring_wait_s = sum(end_s - start_s for start_s, end_s in waits)
-        self._busy_s += now_s - begun_s
-        self._durations_s.append(now_s - begun_s)
-        self._ring_wait_s += ring_wait_s
-        detail = {**task_detail(self.plan, micro.task, engine.rank), "ring_wait_s": ring_wait_s}
-        engine.record("task", begun_s, now_s, self.index, **detail)
-        for start_s, end_s in waits:
-            if end_s - start_s > SEEN_S:
-                engine.record("ring wait", start_s, end_s, self.index)
+        self._unread.append((self._task_begun, self._clock.mark(), micro.task, waits))
+        if self._clock.is_immediate:
+            self._read_tasks()
+
+    def _read_tasks(self) -> None:
+        """The spans of tasks that are done, and those of the waits in them that one could see."""
+        engine = self._engine
+        for begun, ended, task, waits in self._unread:
+            begun_s, ended_s = self._clock.read_s(begun), self._clock.read_s(ended)
+            ring_wait_s = sum(end_s - start_s for start_s, end_s in waits)
+            self._busy_s += ended_s - begun_s
+            self._durations_s.append(ended_s - begun_s)
+            self._ring_wait_s += ring_wait_s
+            detail = {**task_detail(self.plan, task, engine.rank), "ring_wait_s": ring_wait_s}
+            engine.record("task", begun_s, ended_s, self.index, **detail)
+            for start_s, end_s in waits:
+                if end_s - start_s > SEEN_S:
+                    engine.record("ring wait", start_s, end_s, self.index)
+        self._unread.clear()
 
     def reduce_gradients(self) -> float:
         """Sum gradients over all ranks and clip them; returns their global norm before clipping.
@@ -128,11 +142,13 @@ class Step:
         if self._grad_norm is None:
             engine = self._engine
             tell("summing gradients", self.index)
-            self._work_ended_s = time.perf_counter()
+            work_ended = self._clock.mark()
             with peers_in_reach("the gradient reduction"):
                 engine.sharding.reduce()
                 self._grad_norm = clip_gradients(engine.model.parameters(), engine.clip_norm or math.inf)
-            now_s = time.perf_counter()
+            now_s = time.perf_counter()  # the norm is on the host, so all before it is done
+            self._read_tasks()
+            self._work_ended_s = self._clock.read_s(work_ended)
             self._reduce_s = now_s - self._work_ended_s
             engine.record("reduce", self._work_ended_s, now_s, self.index)
         return self._grad_norm
@@ -182,14 +198,14 @@ class Step:
         ]
         most_tasks = max(len(self.plan.tasks_of(rank)) for rank in range(self.plan.cluster.ranks))
         row += self._durations_s + [math.nan] * (most_tasks - len(self._durations_s))
-        return torch.tensor(row, dtype=torch.float64, device=self._engine.device)
+        return torch.tensor(row, dtype=torch.float64, device=collective_device())
 
     def _refuse(self, loss: float, grad_norm: float) -> None:
         """Say which samples gave a loss or gradient that is not finite; all ranks call it."""
         engine = self._engine
         ids = [sample.id for sample in self.plan.samples]
         bad = {i for sample_ids, part in self._task_losses if not bool(part.isfinite()) for i in sample_ids}
-        mine = torch.tensor([i in bad for i in ids], dtype=torch.int64, device=engine.device)
+        mine = torch.tensor([i in bad for i in ids], dtype=torch.int64, device=collective_device())
         told = all_gather_rows(mine, "a loss that is not finite").any(dim=0).tolist()
         names = [
             engine.sample_name(i) for i, is_bad in zip(ids, told, strict=True) if is_bad or not any(told)

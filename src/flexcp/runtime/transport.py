@@ -3,6 +3,10 @@
 Groups are data, not communicators: a group is a list of global ranks, and its messages are point-to-point
 sends inside the one parent group. Only `batch_isend_irecv` is used, because on NCCL a bare isend makes a
 communicator per pair.
+
+On an accelerator nothing here waits on the host. A communicator has a stream of its own: what is posted
+starts when the work queued so far is done, travels beside what is queued behind it, and `wait` orders the
+streams.
 """
 
 from __future__ import annotations
@@ -60,6 +64,8 @@ class Transport:
         # gloo alone takes a short message without a word; NCCL waits for the rest until the timeout, and to
         # read the length there would stall the accelerator.
         self.checks_lengths = dist.get_backend(self.group) == "gloo"
+        # gloo sends from the host alone: where ranks share a device, or NCCL is missing, messages pass there.
+        self.stages = self.checks_lengths and torch.accelerator.is_available()
         dist.barrier(self.group)
         ranks = len(self.members)
         self.met = likely_peers(self.rank, ranks, ranks_per_node or ranks)
@@ -68,6 +74,15 @@ class Transport:
     def exchange(self, ranks: Sequence[int], kind: ExchangeKind = "ring") -> GroupExchange:
         """Messages among `ranks` (of the plan, in ring order), as seen from this one, which is among them."""
         return GroupExchange(self, tuple(ranks), kind)
+
+    def on_host(self, message: Message, *, filled: bool = False) -> Message:
+        """The message's place in host memory, always the same one, as large; `filled` with what it holds."""
+        payload = message.payload
+        name = f"host {payload.data_ptr()}"
+        host = self.buffers.take(name, payload.shape, payload.dtype, torch.device("cpu"))
+        if filled:
+            host.payload.copy_(payload)
+        return host
 
     def _greet(self, ranks: Sequence[int]) -> None:
         """One word to and from every likely peer, in the order of `Swap`: nobody waits in a circle."""
@@ -112,21 +127,29 @@ class GroupExchange:
         lane: int = FORTH,
     ) -> PendingWorks:
         """Start all messages; they must stay untouched until `wait`."""
-        group, ranks = self._transport.group, self._ranks
-        processes = [self._transport.members[rank] for rank in ranks]
-        for message, _ in sends:
-            message.length.fill_(message.payload_bytes)
-        for message, _ in receives:
-            message.length.fill_(-1)
+        transport, ranks = self._transport, self._ranks
+        group, processes = transport.group, [transport.members[rank] for rank in ranks]
+        landing: list[tuple[Message, Message]] = []
+        if transport.stages:
+            sends = [(transport.on_host(message, filled=True), member) for message, member in sends]
+            staged = [(transport.on_host(message), member) for message, member in receives]
+            landing = [(host, message) for (host, _), (message, _) in zip(staged, receives, strict=True)]
+            receives = staged
+        arriving: list[tuple[Message, int]] = []
+        if transport.checks_lengths:
+            for message, _ in sends:
+                message.length.fill_(message.payload_bytes)
+            for message, member in receives:
+                message.length.fill_(-1)
+                arriving.append((message, ranks[member]))
         # gloo tells lanes apart by the tag; NCCL goes by order, which is the same on both sides.
         ops = [dist.P2POp(dist.isend, m.whole, processes[member], group, lane) for m, member in sends]
         ops += [dist.P2POp(dist.irecv, m.whole, processes[member], group, lane) for m, member in receives]
-        arriving = [(m, ranks[member]) for m, member in receives] if self._transport.checks_lengths else []
         try:
             works = dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as error:
             raise _peer_lost(ranks, error) from error
-        return PendingWorks(works, ranks, self._transport.rank, arriving, self.waits)
+        return PendingWorks(works, ranks, transport.rank, arriving, self.waits, landing)
 
 
 class PendingWorks:
@@ -139,9 +162,10 @@ class PendingWorks:
         rank: int,
         arriving: Sequence[tuple[Message, int]],
         waits: list[tuple[float, float]],
+        landing: Sequence[tuple[Message, Message]] = (),
     ) -> None:
         self._works, self._ranks, self._rank, self._arriving = works, ranks, rank, arriving
-        self._waits = waits
+        self._waits, self._landing = waits, landing
 
     def wait(self) -> None:
         """Until every message has been sent or has arrived.
@@ -164,6 +188,8 @@ class PendingWorks:
                     f"rank {self._rank} expected {expected} bytes from rank {peer} and got {got}",
                     "The two ranks run different plans, models or versions of FlexCP; start all ranks alike.",
                 )
+        for host, message in self._landing:
+            message.payload.copy_(host.payload)
 
 
 def _peer_lost(ranks: tuple[int, ...], error: RuntimeError) -> RankFailedError:
