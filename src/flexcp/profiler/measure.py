@@ -30,7 +30,7 @@ from flexcp.core.sample import Sample
 from flexcp.cost.fit import fit_link
 from flexcp.cost.model import Link, Load
 from flexcp.runtime.batches import make_micro_batch
-from flexcp.runtime.collectives import all_gather_rows
+from flexcp.runtime.collectives import all_gather_rows, collective_device
 from flexcp.runtime.launch import World
 from flexcp.runtime.step import loss_sum_of
 from flexcp.runtime.transport import Transport
@@ -158,7 +158,7 @@ class Bench:
             begun_s = self._now_s()
             exchange.post([(leaving, following)], [(arriving, previous)]).wait()
             times.append(self._now_s() - begun_s)
-        return of_all_ranks([times], self.clock, self._world.device)[0]
+        return of_all_ranks([times], self.clock, collective_device())[0]
 
     def _now_s(self) -> float:
         if self._world.device.type == "cpu":

@@ -16,7 +16,7 @@ from flexcp.cost.calibration import Setup
 from flexcp.cost.measurements import Measurement
 from flexcp.cost.profiled import Profiled
 from flexcp.profiler.measure import Bench, Cell, device_name, growth_per_token, memory_bytes, of_all_ranks
-from flexcp.runtime.collectives import all_gather_rows, broadcast_text
+from flexcp.runtime.collectives import all_gather_rows, broadcast_text, collective_device
 from flexcp.runtime.launch import World
 from flexcp.runtime.rank_process import is_out_of_memory
 
@@ -83,7 +83,7 @@ def profile(
     rounds: list[list[float]] = []
     while len(rounds) < _MOST_ROUNDS and (len(rounds) < _FEWEST_ROUNDS or clock.left("repeating")):
         rounds.append([bench.seconds(pack) for pack in packs])
-    times = of_all_ranks(list(zip(*rounds, strict=True)), bench.clock, world.device)
+    times = of_all_ranks(list(zip(*rounds, strict=True)), bench.clock, collective_device())
     tasks = [Measurement(pack.load, pack.degree, took) for pack, took in zip(packs, times, strict=True)]
     return Profiled.of(tasks, replace(setup, memory_bytes_per_token=per_token))
 
@@ -169,7 +169,9 @@ def _first_pass(
         if cell == Cell(cell.tokens, 1, 1):
             tokens.append(cell.tokens)
             peaks.append(bench.peak_bytes())
-    growth = torch.tensor([growth_per_token(tokens, peaks) or 0.0], dtype=torch.float64, device=world.device)
+    growth = torch.tensor(
+        [growth_per_token(tokens, peaks) or 0.0], dtype=torch.float64, device=collective_device()
+    )
     return reached, float(all_gather_rows(growth, "profiling").max()) or None
 
 
@@ -185,5 +187,5 @@ def _fits(bench: Bench, cell: Cell, world: World) -> bool:
         if cell.degree > 1 or not is_out_of_memory(error):
             raise
         fits = False
-    said = torch.tensor([fits], dtype=torch.float64, device=world.device)
+    said = torch.tensor([fits], dtype=torch.float64, device=collective_device())
     return bool(all_gather_rows(said, "profiling").all())
