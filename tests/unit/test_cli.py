@@ -434,6 +434,21 @@ def test_explain_says_why_and_what_else_would_be(lengths, capfd, monkeypatch):
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_plan_says_where_the_numbers_of_the_machine_are_from(lengths, capfd, monkeypatch):
+    """How many of which kind in a line; each with its value and source on request."""
+    monkeypatch.setenv("COLUMNS", "100")
+    arguments = [*PLAN, lengths([5_000, 600] * 8), "--ranks", "8", "--tokens-per-rank", "8192"]
+    assert main([*arguments, "--hardware", "a100"]) == 0
+    short = flat(plain(capfd.readouterr().out))
+    assert main([*arguments, "--hardware", "a100", "--explain"]) == 0
+    full = flat(plain(capfd.readouterr().out))
+
+    assert "numbers of a100: 4 published, 4 derived, 4 assumed; --explain names them" in short
+    assert "data sheet" not in short
+    assert "published: flops_per_s 3.12e+14, memory_bytes 8e+10 (NVIDIA A100 SXM data sheet" in full
+    assert "derived: intra_bytes_per_s 2.3e+11 (A100 data sheet, NVLink 300 GB/s one way, times 0.77" in full
+
+
 def test_lockstep_waits_for_every_wave(capfd):
     """The same lengths take no less in lockstep."""
     arguments = [*PLAN, str(LENGTHS), "--ranks", "64", "--tokens-per-rank", "8192", "--policy", "flexcp"]

@@ -1,5 +1,6 @@
 """Counted FLOPs and bytes against hand calculation and against published orders of magnitude."""
 
+import dataclasses
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from flexcp.core.model_shape import ModelShape, model_shape
 from flexcp.cost import HARDWARE, hardware, tokens_per_rank
 from flexcp.cost.flops import flops_per_pair, flops_per_token
 from flexcp.cost.memory import SHARDINGS, Memory, Moment, memory_model, model_state_bytes
+from flexcp.cost.presets import KINDS
 
 QWEN = model_shape("qwen3-8b")
 
@@ -132,7 +134,11 @@ def test_unknown_names_suggest_the_nearest():
 @pytest.mark.parametrize("name", HARDWARE)
 def test_every_preset_says_where_its_numbers_are_from_and_is_possible(name):
     preset = hardware(name)
-    assert len(preset.origin) > 100
+    numbers = [number for origin in preset.origins for number in origin.numbers.split()]
+    fields = {field.name for field in dataclasses.fields(preset)} - {"name", "origins", "token_scale"}
+    assert sorted(numbers) == sorted(fields)  # each once
+    assert all(origin.kind in KINDS and len(origin.source) > 10 for origin in preset.origins)
+    assert len(preset.described()) == len(preset.origins)
     assert 0 < preset.attention_efficiency <= 1
     assert 0 < preset.matmul_efficiency <= 1
     assert preset.inter_bytes_per_s <= preset.intra_bytes_per_s

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.padding import Padding
 from rich.text import Text
 
 from flexcp.cli.comparison import compare, verdict
@@ -40,6 +41,7 @@ from flexcp.cli.request import (
 )
 from flexcp.core.errors import ConfigError, UnknownNameError
 from flexcp.core.model_shape import MODEL_SHAPES
+from flexcp.cost.calibration import hardware_at
 from flexcp.planner import POLICIES
 from flexcp.planner.outcome import Outcome
 from flexcp.report.explain import explain as explain_plan
@@ -216,6 +218,7 @@ class _Report:
             return
         groups = format_degrees(self._subject.degrees, most=14)
         console.print(Text(f"{self._subject.policy}, degree×groups: {groups}", "dim"), highlight=False)
+        self._show_hardware(console, explain=explain)
         first = self._subject.plans[0]
         console.print()
         if explain:
@@ -224,3 +227,11 @@ class _Report:
             console.print()
         width = min(console.width, 110)
         console.print(plan_timeline(first, width=width, colour=console.is_terminal))
+
+    def _show_hardware(self, console: Console, *, explain: bool) -> None:
+        """Where the numbers of the machine are from: how many of which kind, or each."""
+        device = hardware_at(self.request.inputs["hardware"])
+        hint = "" if explain else "; --explain names them"
+        console.print(Text(f"numbers of {device.name}: {device.origin}{hint}", "dim"), highlight=False)
+        for line in device.described() if explain else ():
+            console.print(Padding(Text(line, "dim"), (0, 0, 0, 2)), highlight=False)

@@ -35,7 +35,8 @@ def profile(
         Path | None, typer.Option(help="File to write, .json.", show_default="required to measure")
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(min=2, help="Local ranks; torchrun knows better.", show_default="2")
+        int | None,
+        typer.Option(min=1, help="Local ranks; 1 measures all but links.", show_default="2"),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="Run file whose model to measure.", show_default="a small Qwen3")
@@ -144,8 +145,9 @@ def _show(found: Profiled, out: Path, console: Console) -> None:
         table.add_row(
             meaning, format_seconds(calibration.coefficients[term]), f"± {calibration.spreads[term]:.0%}"
         )
-    table.add_row("one message of a ring", format_seconds(setup.link.latency_s), "")
-    table.add_row("one more megabyte in it", format_seconds(1e6 / setup.link.bytes_per_s), "")
+    if setup.link is not None:
+        table.add_row("one message of a ring", format_seconds(setup.link.latency_s), "")
+        table.add_row("one more megabyte in it", format_seconds(1e6 / setup.link.bytes_per_s), "")
     if setup.memory_bytes_per_token is not None:
         table.add_row("memory of one token", f"{setup.memory_bytes_per_token / 1e3:,.0f} kB", "")
     console.print(table)

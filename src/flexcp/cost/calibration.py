@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ from flexcp.cost.flops import flops_per_pair, flops_per_token
 from flexcp.cost.measurements import Measurement
 from flexcp.cost.memory import memory_model
 from flexcp.cost.model import CostModel, Link, cost_model
-from flexcp.cost.presets import Hardware, hardware
+from flexcp.cost.presets import Hardware, Origin, hardware
 
 CALIBRATION_SCHEMA = "flexcp.calibration/2"
 CLOCKS = ("cpu", "wall")
 
+_NOTHING_TRAVELS = Link(1e18, 0.0)  # of a rank alone
 _LEAST_S, _MOST_S = 1e-18, 1e6  # of a coefficient
 
 
@@ -42,7 +43,8 @@ class Setup:
         model: what was run.
         checkpointing: whether its layers were recomputed in the backward pass.
         element_bytes: bytes of an activation.
-        link: one direction between neighbours of a node, measured in the same clock.
+        link: one direction between neighbours of a node, measured in the same clock; None where one rank was
+            alone, and no message travelled in any task.
         memory_bytes: memory of one rank.
         memory_bytes_per_token: by how much peak memory grew with a token; None where it was not seen to grow.
         inter_link: the same as `link` between nodes; None where all ranks were in one.
@@ -55,7 +57,7 @@ class Setup:
     model: ModelShape
     checkpointing: bool
     element_bytes: int
-    link: Link
+    link: Link | None
     memory_bytes: int
     memory_bytes_per_token: float | None = None
     inter_link: Link | None = None
@@ -99,6 +101,7 @@ class Calibration:
         setup, shape, own = self.setup, self.setup.model, self.coefficients
         passes = 3 if setup.checkpointing else 2
         preset = self.link_preset
+        link = setup.link or Link(preset.intra_bytes_per_s, preset.intra_latency_s)
         inter = setup.inter_link or Link(preset.inter_bytes_per_s, preset.inter_latency_s)
         rate = flops_per_token(shape, checkpointing=setup.checkpointing) / own["token_s"]
         pair_rate = flops_per_pair(shape, checkpointing=setup.checkpointing) / own["pair_s"]
@@ -108,21 +111,43 @@ class Calibration:
             matmul_efficiency=1.0,
             attention_efficiency=pair_rate / rate,
             memory_bytes=setup.memory_bytes,
-            intra_bytes_per_s=setup.link.bytes_per_s,
-            intra_latency_s=setup.link.latency_s,
-            inter_bytes_per_s=min(inter.bytes_per_s, setup.link.bytes_per_s),
-            inter_latency_s=max(inter.latency_s, setup.link.latency_s),
+            intra_bytes_per_s=link.bytes_per_s,
+            intra_latency_s=link.latency_s,
+            inter_bytes_per_s=min(inter.bytes_per_s, link.bytes_per_s),
+            inter_latency_s=max(inter.latency_s, link.latency_s),
             pack_overhead_s=own["pack_s"] / shape.layers,
             ring_step_overhead_s=own["ring_step_s"] / (shape.layers * passes),
             sample_overhead_s=own["sample_s"] / shape.layers,
             element_bytes=setup.element_bytes,
-            origin=f"Measured on {setup.date} with {self.measurements} tasks of {shape.name}.",
+            origins=self._origins,
             token_scale=self.token_scale,
         )
 
     @property
+    def _origins(self) -> tuple[Origin, ...]:
+        setup = self.setup
+        profile = f"{setup.date}, {self.measurements} tasks of {setup.model.name}."
+        rates = "flops_per_s attention_efficiency pack_overhead_s ring_step_overhead_s sample_overhead_s"
+        links = [("intra", setup.link), ("inter", setup.inter_link)]
+        return (
+            Origin(rates, "measured", profile),
+            Origin("memory_bytes element_bytes", "measured", profile),
+            *(
+                Origin(f"{name}_bytes_per_s {name}_latency_s", "measured", profile)
+                if link is not None
+                else Origin(
+                    f"{name}_bytes_per_s {name}_latency_s",
+                    "assumed",
+                    f"Nobody measured this link: that of the preset {self.link_preset.name}.",
+                )
+                for name, link in links
+            ),
+            Origin("matmul_efficiency", "derived", "The rate outside of attention is one that was reached."),
+        )
+
+    @property
     def link_preset(self) -> Hardware:
-        """Where links between nodes are taken from that nobody measured."""
+        """Where links are taken from that nobody measured."""
         return hardware("cpu" if self.setup.clock == "cpu" else "h100")
 
     @property
@@ -194,7 +219,7 @@ def fit_calibration(measurements: Sequence[Measurement], setup: Setup, *, seed: 
     Raises:
         InputError: a row is no measurement, or the rows cannot tell the terms apart.
     """
-    base = _unfitted(setup)
+    base = _unfitted(replace(setup, link=setup.link or _NOTHING_TRAVELS))
     found = fit_cost(measurements, base, seed=seed)
     _refuse_implausible(found.cost)
     kept = [row for row in measurements if row not in found.outliers]
@@ -306,13 +331,15 @@ class _Reader(JsonFields):
             model=self._model(),
             checkpointing=self.flag("setup.checkpointing"),
             element_bytes=self.count("setup.element_bytes", 1),
-            link=self._link("setup.link"),
+            link=self._link_if_any("setup.link"),
             memory_bytes=self.count("setup.memory_bytes", 1),
             memory_bytes_per_token=per_token,
-            inter_link=None if self.at("setup.inter_link") is None else self._link("setup.inter_link"),
+            inter_link=self._link_if_any("setup.inter_link"),
         )
 
-    def _link(self, name: str) -> Link:
+    def _link_if_any(self, name: str) -> Link | None:
+        if self.at(name) is None:
+            return None
         return Link(self.number(f"{name}.bytes_per_s", 1.0), self.number(f"{name}.latency_s", most=_MOST_S))
 
     def _model(self) -> ModelShape:

@@ -45,6 +45,11 @@ def doubts(
             f"Groups may have {max_degree} ranks, the calibration saw {max(calibration.degrees)}: "
             "times of wide groups are extrapolated."
         )
+    if max_degree > 1 and calibration.setup.link is None:
+        found.append(
+            "The calibration was measured by one rank alone: links inside a node are those of the preset "
+            f"{calibration.link_preset.name}."
+        )
     if crosses_nodes and calibration.setup.inter_link is None:
         found.append(
             "The calibration was measured inside one node: links between nodes are those of the preset "

@@ -6,8 +6,27 @@ Presets are a place to start. A profile of the real machine replaces them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from flexcp.core.errors import UnknownNameError
+
+Kind = Literal["measured", "published", "derived", "assumed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where some numbers of a machine are from.
+
+    Attributes:
+        numbers: fields of `Hardware`, separated by spaces.
+        kind: `measured`; `published` by the maker or in a paper; `derived` from either by a stated factor;
+            `assumed` where nothing better is known.
+        source: which measurement, sheet, paper or factor.
+    """
+
+    numbers: str
+    kind: Kind
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +43,7 @@ class Hardware:
         ring_step_overhead_s: per layer and pass, the work that one more ring step adds (launches, merging).
         sample_overhead_s: per layer, what one more sample in a pack costs beyond its tokens and pairs.
         element_bytes: bytes of a weight or activation in the training precision.
-        origin: where every number is from.
+        origins: where every number is from.
         token_scale: measured over counted bytes of a token; 1 where nobody measured.
     """
 
@@ -41,8 +60,33 @@ class Hardware:
     ring_step_overhead_s: float
     sample_overhead_s: float
     element_bytes: int
-    origin: str
+    origins: tuple[Origin, ...]
     token_scale: float = 1.0
+
+    @property
+    def origin(self) -> str:
+        """How many of its numbers are of which kind.
+
+        >>> hardware("h100").origin
+        '2 measured, 3 published, 2 derived, 5 assumed'
+        """
+        counts = dict.fromkeys(KINDS, 0)
+        for origin in self.origins:
+            counts[origin.kind] += len(origin.numbers.split())
+        return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+
+    def described(self) -> list[str]:
+        """Every number with its value and origin, a line for each origin.
+
+        >>> hardware("h200").described()[2]
+        'published: memory_bytes 1.41e+11 (NVIDIA H200 SXM data sheet: 141 GB.)'
+        """
+        return [
+            f"{origin.kind}: "
+            + ", ".join(f"{number} {getattr(self, number):.3g}" for number in origin.numbers.split())
+            + f" ({origin.source})"
+            for origin in self.origins
+        ]
 
     def cell(self, tensor: int, pipeline: int) -> Hardware:
         """A TP x PP cell as one rank: what its devices compute, hold and send together.
@@ -73,14 +117,28 @@ class Hardware:
         )
 
 
+_LATENCIES = "matmul_efficiency ring_step_overhead_s intra_latency_s inter_latency_s"
 _DISTCA = (
-    "Attention: H100 forward times by length of hao-ai-lab/DistCA (Apache-2.0), 64 heads x 128: 341 "
-    "TFLOP/s at 64k tokens = 0.35 of peak; backward assumed alike. Its 166 packed batches fit pairs "
-    "alone to 0.5 %, so a sample costs next to nothing beyond its pairs: 5 us a layer for partly "
-    "filled tiles. One short document takes 25-28 us a layer; about four such floors of launches a "
-    "layer and pass give 100 us a pack. Links: its 8-GPU reduce-scatter reaches 0.28e12 bytes/s on "
-    "the bus; 400 Gb/s a GPU across nodes is the DGX data sheet. "
+    Origin(
+        "attention_efficiency",
+        "measured",
+        "H100, hao-ai-lab/DistCA (Apache-2.0), forward times by length, 64 heads x 128: 341 TFLOP/s at 64k "
+        "tokens = 0.35 of peak; backward assumed alike.",
+    ),
+    Origin(
+        "intra_bytes_per_s",
+        "measured",
+        "H100, DistCA: its 8-GPU reduce-scatter reaches 0.28e12 bytes/s on the bus.",
+    ),
+    Origin(
+        "sample_overhead_s pack_overhead_s",
+        "derived",
+        "H100, DistCA: pairs alone fit 166 packed batches to 0.5 %, which leaves 5 us a sample and layer for "
+        "partly filled tiles; one short document takes 25-28 us a layer, times four such floors of launches.",
+    ),
 )
+_BF16 = Origin("element_bytes", "assumed", "Training in bf16.")
+_CUSTOMARY = Origin(_LATENCIES, "assumed", "Customary values; nobody measured them for FlexCP.")
 
 _H100 = Hardware(
     name="h100",
@@ -96,8 +154,13 @@ _H100 = Hardware(
     ring_step_overhead_s=15e-6,
     sample_overhead_s=5e-6,
     element_bytes=2,
-    origin=_DISTCA + "Peak, memory: NVIDIA H100 SXM data sheet, bf16 dense. Matmul share, ring "
-    "step and latencies: customary values, not measured.",
+    origins=(
+        Origin("flops_per_s memory_bytes", "published", "NVIDIA H100 SXM data sheet: bf16 dense, 80 GB."),
+        Origin("inter_bytes_per_s", "published", "NVIDIA DGX H100 data sheet: 400 Gb/s a GPU."),
+        *_DISTCA,
+        _CUSTOMARY,
+        _BF16,
+    ),
 )
 
 _PRESETS = (
@@ -106,7 +169,14 @@ _PRESETS = (
         _H100,
         name="h200",
         memory_bytes=141 * 10**9,
-        origin="Compute and links as h100: " + _DISTCA + "Memory: NVIDIA H200 data sheet.",
+        origins=(
+            Origin("flops_per_s", "published", "NVIDIA H200 SXM data sheet: bf16 dense, as H100."),
+            Origin("inter_bytes_per_s", "published", "NVIDIA DGX H200 data sheet: 400 Gb/s a GPU."),
+            Origin("memory_bytes", "published", "NVIDIA H200 SXM data sheet: 141 GB."),
+            *_DISTCA,
+            _CUSTOMARY,
+            _BF16,
+        ),
     ),
     Hardware(
         name="a100",
@@ -122,9 +192,27 @@ _PRESETS = (
         ring_step_overhead_s=20e-6,
         sample_overhead_s=7e-6,
         element_bytes=2,
-        origin="Peak, memory, NVLink and 200 Gb/s a GPU: NVIDIA A100 and DGX A100 data sheets. Attention "
-        "share: about what FlashAttention-2 (arXiv 2307.08691) reports, forward and backward. Matmul "
-        "share, overheads and latencies: customary values scaled from h100, not measured.",
+        origins=(
+            Origin("flops_per_s memory_bytes", "published", "NVIDIA A100 SXM data sheet: bf16 dense, 80 GB."),
+            Origin("inter_bytes_per_s", "published", "NVIDIA DGX A100 data sheet: 200 Gb/s a GPU."),
+            Origin("intra_bytes_per_s", "derived", "A100 data sheet, NVLink 300 GB/s one way, times 0.77."),
+            Origin(
+                "attention_efficiency",
+                "published",
+                "About what FlashAttention-2 (arXiv 2307.08691) reports, forward and backward.",
+            ),
+            Origin(
+                "pack_overhead_s sample_overhead_s ring_step_overhead_s",
+                "derived",
+                "Those of h100, times 1.5, 1.4 and 1.3.",
+            ),
+            Origin(
+                "matmul_efficiency intra_latency_s inter_latency_s",
+                "assumed",
+                "Customary values; nobody measured them for FlexCP.",
+            ),
+            _BF16,
+        ),
     ),
     Hardware(
         name="ascend-910c",
@@ -140,9 +228,29 @@ _PRESETS = (
         ring_step_overhead_s=30e-6,
         sample_overhead_s=10e-6,
         element_bytes=2,
-        origin="One of the two dies of a package, 64 GB as in the FCP paper (arXiv 2602.21788). Peak and "
-        "links: half of what is published for the package (CloudMatrix384, arXiv 2506.12708), links "
-        "at three quarters of nominal. Shares, overheads and latencies: assumed, not measured.",
+        origins=(
+            Origin(
+                "memory_bytes",
+                "published",
+                "One of the two dies of a package, 64 GB as in the FCP paper (arXiv 2602.21788).",
+            ),
+            Origin(
+                "flops_per_s inter_bytes_per_s",
+                "published",
+                "Half of what is published for the package (CloudMatrix384, arXiv 2506.12708).",
+            ),
+            Origin(
+                "intra_bytes_per_s",
+                "derived",
+                "Half of what is published for the package (CloudMatrix384, arXiv 2506.12708), times 3/4.",
+            ),
+            Origin(
+                f"attention_efficiency pack_overhead_s sample_overhead_s {_LATENCIES}",
+                "assumed",
+                "The shares of h100, and about twice its overheads and latencies; nothing here was measured.",
+            ),
+            _BF16,
+        ),
     ),
     Hardware(
         name="cpu",
@@ -158,15 +266,41 @@ _PRESETS = (
         ring_step_overhead_s=2.2e-3,
         sample_overhead_s=0.1e-3,
         element_bytes=4,
-        origin="One core of an x86 server with AVX-512, torch 2.13, fp32, measured for FlexCP. Peak: matrix "
-        "product of 1024 to 2048, 97 GFLOP/s. Attention: flash attention of torch, 8 heads x 64, 4096"
-        " causal, 757 ms forward and backward. Shares and overheads: a Qwen3 of 4 layers x 128, "
-        "forward and backward without checkpointing, takes 9.1, 19.1, 72.5 and 449 ms on 32, 128, 512"
-        " and 2048 tokens. Links: gloo ring steps between processes of one machine. Ring step: the "
-        "same model on 32 to 4096 tokens takes 22 to 32 ms more on two ranks than half of one. Memory, and "
-        "the cost of one more sample: assumed.",
+        origins=(
+            Origin(
+                "flops_per_s",
+                "measured",
+                "For FlexCP, one core of an x86 server with AVX-512, torch 2.13, fp32: matrix products of 1024 to "
+                "2048.",
+            ),
+            Origin(
+                "attention_efficiency",
+                "measured",
+                "The same core: flash attention of torch, 8 heads x 64, 4096 causal, 757 ms forward and "
+                "backward.",
+            ),
+            Origin(
+                "matmul_efficiency pack_overhead_s",
+                "measured",
+                "The same core: a Qwen3 of 4 layers x 128, forward and backward without checkpointing, takes "
+                "9.1, 19.1, 72.5 and 449 ms on 32, 128, 512 and 2048 tokens.",
+            ),
+            Origin(
+                "ring_step_overhead_s",
+                "measured",
+                "The same model on 32 to 4096 tokens takes 22 to 32 ms more on two ranks than half of one.",
+            ),
+            Origin(
+                "intra_bytes_per_s intra_latency_s inter_bytes_per_s inter_latency_s",
+                "measured",
+                "gloo ring steps between processes of one machine.",
+            ),
+            Origin("memory_bytes sample_overhead_s", "assumed", "Round numbers."),
+            Origin("element_bytes", "assumed", "Training in fp32."),
+        ),
     ),
 )
+KINDS: tuple[Kind, ...] = ("measured", "published", "derived", "assumed")
 HARDWARE = {preset.name: preset for preset in _PRESETS}
 
 

@@ -29,6 +29,7 @@ from flexcp.core.plan import Plan, Task
 from flexcp.core.sample import Sample
 from flexcp.cost.fit import fit_link
 from flexcp.cost.model import Link, Load
+from flexcp.profiler.alone import AloneTransport
 from flexcp.runtime.batches import make_micro_batch
 from flexcp.runtime.collectives import all_gather_rows, collective_device
 from flexcp.runtime.launch import World
@@ -98,7 +99,7 @@ class Bench:
 
     def __init__(self, model: nn.Module, vocab: int, world: World, cast: torch.dtype | None = None) -> None:
         self._model, self._vocab, self._world, self._cast = model, vocab, world, cast
-        self._transport = Transport()
+        self._transport: Any = Transport() if world.size > 1 else AloneTransport()
         self._random = np.random.default_rng(world.rank)
 
     @property
@@ -107,8 +108,11 @@ class Bench:
         return "cpu" if self._world.device.type == "cpu" else "wall"
 
     def seconds(self, pack: Pack) -> float:
-        """Run a pack in every group that the ranks can form; NaN on a rank that is left over."""
-        plan = _plan(pack, self._world.size)
+        """Run a pack in every group that the ranks can form; NaN on a rank that is left over.
+
+        A rank alone runs the part of one member, whatever the degree, and no message travels.
+        """
+        plan = _plan(pack, self._world.size if self._world.size > 1 else pack.degree)
         mine = plan.tasks_of(self._world.rank)
         dist.barrier()
         if not mine:

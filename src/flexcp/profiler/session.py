@@ -6,15 +6,15 @@ import datetime
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from flexcp.core.errors import InputError
 from flexcp.core.model_shape import ModelShape
 from flexcp.cost.calibration import Setup
 from flexcp.cost.measurements import Measurement
 from flexcp.cost.profiled import Profiled
+from flexcp.profiler import alone
 from flexcp.profiler.measure import Bench, Cell, device_name, growth_per_token, memory_bytes, of_all_ranks
 from flexcp.runtime.collectives import all_gather_rows, broadcast_text, collective_device
 from flexcp.runtime.launch import World
@@ -59,7 +59,7 @@ def profile(
 
     A first pass goes from short to long until a fifth of the budget or the memory is spent; the rest repeats
     what it reached, round after round, so that a slow spell of the machine touches every task alike. Medians
-    count.
+    count. A rank alone does the work of a member in groups of up to 8; links are not measured then.
 
     Args:
         world: this rank.
@@ -70,15 +70,14 @@ def profile(
         progress: called on every rank before each task, and before each round of repetitions.
 
     Raises:
-        InputError: one rank alone, or a budget that is too short to tell the coefficients apart.
+        InputError: a budget that is too short to tell the coefficients apart.
     """
-    if world.size < 2:
-        raise InputError("one rank has no ring to measure", "Profile with --nproc 2 or more.")
     begun_s = time.monotonic()
     progress("links", 0.0)
     setup = _setup(world, bench, subject, longest_tokens)
+    ranks = world.size if world.size > 1 else alone.RANKS
     clock = _Budget(begun_s, budget_s, progress)
-    cells, per_token = _first_pass(bench, grid(world.size, longest_tokens), clock, world)
+    cells, per_token = _first_pass(bench, grid(ranks, longest_tokens), clock, world)
     packs = [cell.pack for cell in cells]
     rounds: list[list[float]] = []
     while len(rounds) < _MOST_ROUNDS and (len(rounds) < _FEWEST_ROUNDS or clock.left("repeating")):
@@ -97,14 +96,21 @@ def _setup(world: World, bench: Bench, subject: Subject, longest_tokens: int) ->
         device=device_name(world.device),
         clock=bench.clock,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        versions={"flexcp": version("flexcp"), "torch": str(torch.__version__)},
+        versions={"flexcp": _version(), "torch": str(torch.__version__)},
         model=shape,
         checkpointing=subject.checkpointing,
         element_bytes=subject.element_bytes,
-        link=bench.link(longest_bytes, across=world.local_size == 1),
+        link=bench.link(longest_bytes, across=world.local_size == 1) if world.size > 1 else None,
         memory_bytes=memory_bytes(world),
         inter_link=bench.link(longest_bytes, across=True) if several_nodes else None,
     )
+
+
+def _version() -> str:
+    try:
+        return version("flexcp")
+    except PackageNotFoundError:  # run from its sources
+        return "sources"
 
 
 def grid(ranks: int, longest_tokens: int) -> list[Cell]:

@@ -1,0 +1,116 @@
+"""The sections of the check in order, within a time, and one short table last. See check.sh."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tests.gpu.common import Place, Row
+from tests.gpu.kernels import check_kernels
+from tests.gpu.profile import check_memory, check_profile
+from tests.gpu.ranks import check_ranks
+from tests.gpu.ring import check_ring
+
+_LIMIT_S = 450.0  # no section begins later; each has a deadline of its own
+_MARKS = {True: "ok", False: "FAILED", None: "-"}
+
+
+def main(arguments: list[str]) -> int:
+    """0 if all that is judged passed."""
+    options = _options(arguments)
+    device = _device(options.device)
+    place = Place(device, options.quick)
+    options.out.mkdir(parents=True, exist_ok=True)
+    log = options.out / "check.log"
+    log.write_text("", encoding="utf-8")
+    say = _Log(log)
+
+    def profile() -> list[Row]:
+        rows, found = check_profile(place)
+        (options.out / "calibration.json").write_text(found.calibration.to_json(), encoding="utf-8")
+        (options.out / "tasks.csv").write_text(found.to_csv(), encoding="utf-8")
+        return rows
+
+    sections: dict[str, Callable[[], list[Row]]] = {
+        "kernels": lambda: check_kernels(place),
+        "ranks": lambda: check_ranks(place),
+        "ring": lambda: check_ring(place),
+        "profile": profile,
+        "memory": lambda: check_memory(place),
+    }
+    rows = _run({name: sections[name] for name in options.only or sections}, say)
+    say(_table(rows, device, options.out))
+    return 1 if any(row.ok is False for row in rows) else 0
+
+
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="tests/gpu/check.sh", description=__doc__)
+    parser.add_argument("--device", default="accelerator", help="accelerator, or cpu")
+    parser.add_argument("--quick", action="store_true", help="small sizes: does the script itself work")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu-check"), help="folder for what is written")
+    parser.add_argument("--only", nargs="*", help="names of sections: kernels ranks ring profile memory")
+    return parser.parse_args(arguments)
+
+
+def _device(name: str) -> torch.device:
+    if name == "cpu":
+        return torch.device("cpu")
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is None:
+        sys.exit("no accelerator here; --device cpu --quick shows that the script works")
+    return torch.device(found.type, 0)
+
+
+class _Log:
+    """To the terminal, and to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._begun_s = time.monotonic()
+
+    @property
+    def spent_s(self) -> float:
+        return time.monotonic() - self._begun_s
+
+    def __call__(self, text: str) -> None:
+        print(text, flush=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+
+def _run(sections: dict[str, Callable[[], list[Row]]], say: _Log) -> list[Row]:
+    """All of them, whatever one of them raises."""
+    rows = []
+    for name, section in sections.items():
+        if say.spent_s > _LIMIT_S:
+            rows.append(Row(name, "not begun: the time is up", ok=False))
+            continue
+        say(f"[{say.spent_s:5.0f} s] {name}")
+        try:
+            found = section()
+        except Exception as error:
+            say(traceback.format_exc())
+            found = [Row(name, f"{type(error).__name__}: {error}".splitlines()[0][:90], ok=False)]
+        for row in found:
+            say(f"          {_MARKS[row.ok]:6}  {row.name}: {row.value}")
+        rows += found
+    return rows
+
+
+def _table(rows: list[Row], device: torch.device, out: Path) -> str:
+    name = "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
+    width = max(len(row.name) for row in rows)
+    lines = [f"{row.name:{width}}  {_MARKS[row.ok]:6}  {row.value}" for row in rows]
+    failed = sum(row.ok is False for row in rows)
+    head = f"\n{name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}; written to {out}"
+    return "\n".join([head, *lines, f"{failed} failed" if failed else "all that is judged passed"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,81 @@
+"""Every kernel entry against dense fp64: a tile at a time, and through the groups that use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexcp.attention.kernels import CpuKernel, DenseKernel, EfficientKernel, FlashKernel, efficient, flash
+from flexcp.core.layout import make_layout
+from flexcp.core.plan import ExchangeKind
+from flexcp.core.sample import Sample, samples_from_lengths
+from tests.gpu.common import Place, Row, judged
+from tests.reference import Attended, attend_densely, attend_in_group, dense_attention, random_qkv
+
+# Largest difference over the largest value. 8 bits of bf16 are 2e-3 a rounding, and a gradient has a few.
+BANDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+PACKS = {
+    "causal": samples_from_lengths([397, 1, 140, 33, 129]),
+    "mixed": (Sample(0, 290, ((5, 130), (130, 131), (200, 290))), Sample(1, 40), Sample(2, 99, ((2, 77),))),
+    "full": tuple(Sample(i, n, ((0, n),)) for i, n in enumerate([161, 7, 230])),
+    "single rows": samples_from_lengths([1, 1, 1, 2]),
+}
+
+
+def entries(place: Place) -> Iterator[tuple[str, Any, torch.dtype, tuple[int, ...]]]:
+    """Name, kernel, dtype and head widths."""
+    if place.is_cpu:
+        yield "cpu fp32", CpuKernel(), torch.float32, (64,)
+        yield "cpu bf16", CpuKernel(), torch.bfloat16, (40,)
+        return
+    wide = (64, 128, 256)
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+        yield f"flash {name}", FlashKernel(), dtype, wide
+        yield f"efficient {name}, odd widths", EfficientKernel(), dtype, (7, 100)
+    yield "efficient fp32", EfficientKernel(), torch.float32, (*wide, 40)
+    yield "dense fp64", DenseKernel(), torch.float64, (64,)
+
+
+def check_kernels(place: Place) -> list[Row]:
+    """One row an entry: its worst error of out, lse, dq, dk and dv over all cases."""
+    rows = [Row(f"operators of {name}", reason or "as called", not reason) for name, reason in _operators()]
+    for name, kernel, dtype, widths in entries(place):
+        worst = max(_errors(place, kernel, dtype, width) for width in widths)
+        rows.append(judged(f"{name} x {'/'.join(map(str, widths))}", worst, BANDS[dtype]))
+    return rows
+
+
+def _operators() -> list[tuple[str, str]]:
+    return [("flash", flash.why_not()), ("efficient", efficient.why_not())]
+
+
+def _errors(place: Place, kernel: Any, dtype: torch.dtype, width: int) -> float:
+    """Tiles, then packs: packs of samples by all exchanges, at several degrees, grouped heads."""
+    worst = [_lse_error(place, kernel, dtype, width, *case) for case in ((8, 8), (65, 4), (1, 8), (130, 2))]
+    kinds: list[ExchangeKind] = ["ring", "gather", "all-to-all"]
+    packs = {"mixed": PACKS["mixed"]} if place.quick else PACKS
+    for (pack, samples), degree in product(packs.items(), (1, 3) if place.quick else (1, 2, 3, 5)):
+        for kind in kinds if (pack, degree) == ("mixed", 3) else kinds[:1]:
+            layout = make_layout(samples, degree, 20)
+            kv_heads = 3 if kind == "all-to-all" else 2
+            tensors = random_qkv(sum(s.tokens for s in samples), 6, kv_heads, width, dtype)
+            there = [x.to(place.device) for x in tensors]
+            got = attend_in_group(*there, layout, kernel, kind)
+            here = Attended(*(getattr(got, key).cpu() for key in ("out", "dq", "dk", "dv")))
+            worst += here.errors(attend_densely(*tensors, samples)).values()
+    return max(float("inf") if error != error else error for error in worst)
+
+
+def _lse_error(place: Place, kernel: Any, dtype: torch.dtype, width: int, rows: int, heads: int) -> float:
+    """Also with as many rows as heads, where shapes alone could not tell one layout from the other."""
+    q, k, v, _ = random_qkv(rows, heads, heads, width, dtype)
+    there: list[Tensor] = [x.to(place.device) for x in (q, k, v)]
+    out, lse = kernel.forward(*there, True, 0.2)
+    want_out, want_lse = dense_attention(q, k, v, [Sample(0, rows)], 0.2)
+    assert lse.shape == (rows, heads)
+    errors = [(got.cpu().double() - want).abs().max() for got, want in ((out, want_out), (lse, want_lse))]
+    return float(max(errors[0] / want_out.abs().max(), errors[1] / want_lse.abs().max().clamp_min(1.0)))

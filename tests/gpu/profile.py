@@ -1,0 +1,130 @@
+"""A calibration of the device by one rank, its error on unseen shapes, and peak memory as predicted."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from flexcp.cost import Link
+from flexcp.cost.memory import memory_model
+from flexcp.cost.profiled import Profiled
+from flexcp.runtime.launch import launch
+from tests.gpu.common import Place, Row
+
+DEADLINE_S = 200.0
+_MODELS = {
+    True: {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+           "head_dim": 16, "intermediate_size": 128, "vocab_size": 128},
+    False: {"hidden_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 8,
+            "head_dim": 128, "intermediate_size": 6144, "vocab_size": 16_384},
+}  # fmt: skip
+_UNSEEN = {
+    True: [(300, 1, 1), (700, 3, 2)],
+    False: [(3000, 1, 1), (6000, 5, 1), (12_000, 1, 3), (10_000, 2, 5), (20_000, 3, 7), (24_000, 1, 1)],
+}  # tokens, samples, degree
+
+
+def model_of(place: Place) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**_MODELS[place.quick])).to(place.device).train()
+
+
+def profile_here(world: Any, place: Place) -> tuple[Profiled, list[tuple[str, float]]]:
+    """The calibration, then measured over predicted for shapes that no task of it had."""
+    from flexcp.integrations.transformers import enable, shape_of
+    from flexcp.profiler.measure import Bench, Cell
+    from flexcp.profiler.session import Subject, profile
+
+    model = model_of(place)
+    cast = None if place.is_cpu else torch.bfloat16
+    subject = Subject(shape_of(model.config), checkpointing=False, element_bytes=2 if cast else 4)
+    with enable(model):
+        bench = Bench(model, model.config.vocab_size, world, cast)
+        found = profile(
+            world,
+            bench,
+            subject,
+            longest_tokens=512 if place.quick else 32_768,
+            budget_s=15.0 if place.quick else 80.0,
+        )
+        nothing = Link(1e18, 0.0)  # a rank alone sends nothing
+        cost = replace(found.calibration.cost, intra=nothing, inter=nothing)
+        ratios = []
+        for shape in _UNSEEN[place.quick]:
+            pack = Cell(*shape).pack
+            seconds = statistics.median([bench.seconds(pack) for _ in range(3)])
+            predicted = cost.task_s(pack.load, pack.degree)
+            ratios.append((f"{shape[0]} tokens in {shape[1]} on {shape[2]}", seconds / predicted))
+    return found, ratios
+
+
+def check_profile(place: Place) -> tuple[list[Row], Profiled]:
+    """Rows, and what is to be written."""
+    [(found, ratios)] = launch(profile_here, 1, (place,), deadline_s=DEADLINE_S, share_devices=True)
+    calibration = found.calibration
+    errors = [abs(ratio - 1) for _, ratio in ratios]
+    worst = max(ratios, key=lambda pair: abs(pair[1] - 1))
+    device = calibration.hardware
+    return [
+        Row(
+            "profile",
+            f"{calibration.measurements} tasks, error {calibration.error_mean:.1%} (cross-validated)",
+        ),
+        Row("rate outside of attention", f"{device.flops_per_s / 1e12:.3g} TFLOP/s"),
+        Row("rate of attention", f"{device.flops_per_s * device.attention_efficiency / 1e12:.3g} TFLOP/s"),
+        Row(
+            "cost model on unseen shapes",
+            f"mean {statistics.mean(errors):.1%}, worst {worst[1] - 1:+.1%}: {worst[0]}",
+        ),
+    ], found
+
+
+def peak_here(world: Any, place: Place, tokens: int) -> tuple[int, Any]:
+    """Bytes at the peak of two steps of two packs; the shape of the model."""
+    import flexcp
+
+    model = model_of(place)
+    optimizer = torch.optim.AdamW(model.parameters())
+    shape = flexcp.transformers.shape_of(model.config)
+    planner = flexcp.Planner(flexcp.Cluster(1, tokens), flexcp.cost_model(shape, flexcp.hardware("h100")))
+
+    class Data:
+        lengths = np.array([tokens] * 2)
+
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {"input_ids": np.arange(tokens) % 64}
+
+    with (
+        flexcp.transformers.enable(model),
+        flexcp.Engine(model, optimizer, planner, Data(), global_batch=2, steps=2) as engine,
+    ):
+        for step in engine:
+            for micro in step:
+                with torch.autocast(place.device.type, torch.bfloat16, enabled=not place.is_cpu):
+                    output = model(**micro.inputs)
+                step.backward(output, micro)
+            step.finish()
+    return 0 if place.is_cpu else int(torch.accelerator.max_memory_allocated()), shape
+
+
+def check_memory(place: Place) -> list[Row]:
+    """Weights in fp32 under bf16 autocast: states as fp32, activations as bf16."""
+    tokens = 256 if place.quick else 16_384
+    [(measured, shape)] = launch(peak_here, 1, (place, tokens), deadline_s=DEADLINE_S, share_devices=True)
+    predicted = memory_model(
+        shape, 1, element_bytes=4 if place.is_cpu else 2, sharding="ddp", checkpointing=False
+    ).peak_bytes(tokens)
+    if not measured:
+        return [Row("peak memory", f"predicted {predicted / 2**20:.0f} MiB; a CPU says nothing")]
+    ratio = measured / predicted
+    text = f"measured {measured / 2**30:.2f} GiB, predicted {predicted / 2**30:.2f} GiB: {ratio:.2f}"
+    return [Row("peak memory", text)]
