@@ -270,7 +270,7 @@ _PRESETS = (
             Origin(
                 "flops_per_s",
                 "measured",
-                "For FlexCP, one core of an x86 server with AVX-512, torch 2.13, fp32: matrix products of 1024 to "
+                "For FlexCP, one core of an x86 server with AVX-512, torch 2.13, fp32: products of 1024 to "
                 "2048.",
             ),
             Origin(

@@ -1,0 +1,64 @@
+"""The check of an accelerator: on a CPU that its script works, on an accelerator what no CPU can say."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexcp.cost.calibration import read_calibration
+from flexcp.cost.measurements import read_measurements
+
+SCRIPT = Path(__file__).parent / "check.sh"
+
+
+def test_the_script_works_on_a_cpu(tmp_path: Path) -> None:
+    """Every section, small; the table comes last, and what it writes can be read."""
+    command = ["bash", str(SCRIPT), "--device", "cpu", "--quick", "--out", str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=280)
+
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    lines = ran.stdout.splitlines()
+    assert lines[-1] == "all that is judged passed"
+    table = "\n".join(lines[lines.index(next(line for line in lines if line.startswith("cpu, torch"))) :])
+    for row in ("operators of flash", "cpu fp32", "gradients, 3 ranks", "ring of 2-3", "merge", "unseen"):
+        assert row in table
+    assert (tmp_path / "check.log").read_text().strip().endswith("all that is judged passed")
+    calibration = read_calibration(tmp_path / "calibration.json")
+    assert calibration.setup.link is None
+    assert len(read_measurements(tmp_path / "tasks.csv")) >= calibration.measurements
+
+
+def test_a_section_that_fails_is_a_row_and_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others run all the same."""
+    from tests.gpu import check
+    from tests.gpu.common import Row, judged
+
+    def broken(place: object) -> list[Row]:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(check, "check_kernels", broken)
+    monkeypatch.setattr(check, "check_ring", lambda place: [judged("error", float("nan"), 1.0)])
+    arguments = ["--device", "cpu", "--quick", "--out", str(tmp_path), "--only", "kernels", "ring"]
+    assert check.main(arguments) == 1
+    log = (tmp_path / "check.log").read_text()
+    assert "kernels  FAILED  RuntimeError: no such kernel" in log
+    assert "error    FAILED  nan" in log
+    assert log.strip().endswith("2 failed")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "heads"), [(8, 8), (64, 64), (65, 4), (1, 8)])
+def test_log_sum_exps_of_flash_are_heads_first(rows: int, heads: int) -> None:
+    """Pinned where shapes cannot tell: as many rows as heads."""
+    from flexcp.attention.kernels import FlashKernel
+    from tests.gpu.common import Place
+    from tests.gpu.kernels import BANDS, _lse_error
+
+    place = Place(torch.device("cuda", 0), quick=True)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert _lse_error(place, FlashKernel(), dtype, 64, rows, heads) <= BANDS[dtype]
