@@ -1,6 +1,6 @@
 """Plans on lists of lengths: distance from the bound, planning time, and what integer degrees buy.
 
-    python benchmarks/planner.py [LENGTHS[:COLUMN] ...]
+    python benchmarks/planner.py [LENGTHS[:COLUMN] ...] [--short] [--out PAGE]
 
 Reads the lists named and those in tests/data, and writes benchmarks/results/planner.md. Planning times are
 CPU time, the least of several runs.
@@ -8,16 +8,17 @@ CPU time, the least of several runs.
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import random
 import statistics
-import sys
 import time
 from itertools import product
 from pathlib import Path
 
 import numpy as np
+from common import PYTHON_LIST
 
 import flexcp
 from flexcp.core.cluster import Cluster
@@ -42,26 +43,34 @@ SCALES = ((512, 64), (30_720, 1_024), (131_072, 16_384))
 
 def main() -> None:
     """Run everything and write the page."""
-    arguments = sys.argv[1:]
-    files = [*arguments, *map(str, sorted((ROOT / "tests/data").glob("*.json")))]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("lists", nargs="*")
+    parser.add_argument("--short", action="store_true", help="one list, the least sizes: does it run?")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/planner.md")
+    given = parser.parse_args()
+    shipped = [str(PYTHON_LIST)] if given.short else map(str, sorted((ROOT / "tests/data").glob("*.json")))
     lists = {}
-    for file in files:
+    for file in [*given.lists, *shipped]:
         path, _, column = file.partition(":")
         lists.setdefault(Path(path).stem, read_lengths(path, column or None))
-    target = ROOT / "benchmarks/results/planner.md"
-    target.parent.mkdir(exist_ok=True)
-    page = header(lists)
-    for part in (scale, integer_degrees, instances):
-        page += part(lists)
-    target.write_text("\n".join(page) + "\n", encoding="utf-8")
+    sizes, tokens, ranks = (SCALES[:1], TOKENS[2:], RANKS[1:3]) if given.short else (SCALES, TOKENS, RANKS)
+    page = [
+        *header(lists, " --short" if given.short else ""),
+        *scale(lists, sizes),
+        *integer_degrees(lists, product(tokens, (32, 64, 128))),
+        *instances(lists, list(product(tokens, ranks))),
+    ]
+    given.out.parent.mkdir(exist_ok=True)
+    given.out.write_text("\n".join(page) + "\n", encoding="utf-8")
 
 
-def header(lists):
+def header(lists, form):
     """What this was run with."""
     return [
         "# Planning: distance from the bound, time, integer degrees",
         "",
-        f"`python benchmarks/planner.py`, seed {SEED}; flexcp {flexcp.__version__}, numpy {np.__version__},",
+        f"`python benchmarks/planner.py{form}`, seed {SEED};",
+        f"flexcp {flexcp.__version__}, numpy {np.__version__},",
         f"Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores. Qwen3-8B on the",
         "H100 preset, 8 ranks a node. Global batch 512, at 128 ranks 1024, at 1024 ranks 8192;",
         "lengths above ranks × tokens are left out. Times are CPU time of `make_plan`; those by",
@@ -93,21 +102,21 @@ def timed(samples, cluster, mode, policy="flexcp", runs=1):
     return plan, 1000 * best
 
 
-def scale(lists):
+def scale(lists, sizes):
     """Planning time by size."""
     rows = ["", "## Planning time, free-running, 8192 tokens a rank", ""]
     rows += ["| list | samples × ranks | plan ms | step / bound |", "|---|---|---|---|"]
     for name, lengths in lists.items():
         if lengths.max() < 20_000:
             continue  # 1,024 ranks are not bought for such lengths
-        for size, ranks in SCALES:
+        for size, ranks in sizes:
             samples, cluster = batch(lengths, ranks, 8192, size)
             plan, ms = timed(samples, cluster, "free-running", runs=9 if size < 1000 else 2)
             rows.append(f"| {name} | {size:,} × {ranks:,} | {ms:.1f} | {plan.gap:.4f} |")
     return rows
 
 
-def instances(lists):
+def instances(lists, grid):
     """Step over bound of flexcp and others; at 1,024 ranks of flexcp alone."""
     rows, gaps, beaten = [], {}, []
     for mode in ("free-running", "lockstep"):
@@ -115,7 +124,7 @@ def instances(lists):
         rows += ["| list | tokens per rank | ranks | " + " | ".join(OTHERS) + " | flexcp | plan ms |"]
         rows += ["|---|---|---|---|---|---|---|---|"]
         for name, lengths in lists.items():
-            for tokens, ranks in product(TOKENS, RANKS):
+            for tokens, ranks in grid:
                 samples, cluster = batch(lengths, ranks, tokens)
                 plan, ms = timed(samples, cluster, mode)
                 gaps.setdefault(mode, []).append((plan.gap, 32 <= ranks <= 128))
@@ -155,7 +164,7 @@ def gap_of(samples, cluster, mode, policy):
         return None
 
 
-def integer_degrees(lists):
+def integer_degrees(lists, grid):
     """Flexcp as it is, and kept to powers of two."""
     rows = [
         "",
@@ -173,18 +182,15 @@ def integer_degrees(lists):
         up = 2 ** np.ceil(np.log2(degrees)).astype(np.int64)
         return np.where(up <= self.ranks, up, 2 ** int(np.log2(self.ranks)))
 
-    for name, lengths in lists.items():
-        for tokens, ranks in product(TOKENS, (32, 64, 128)):
-            samples, cluster = batch(lengths, ranks, tokens)
-            any_s = own_step_s(samples, cluster)
-            Ladder.degrees = powers
-            try:
-                two_s = own_step_s(samples, cluster)
-            finally:
-                Ladder.degrees = free
-            rows.append(
-                f"| {name} | {tokens} | {ranks} | {any_s:.3f} | {two_s:.3f} | {two_s / any_s - 1:.1%} |"
-            )
+    for (name, lengths), (tokens, ranks) in product(lists.items(), grid):
+        samples, cluster = batch(lengths, ranks, tokens)
+        any_s = own_step_s(samples, cluster)
+        Ladder.degrees = powers
+        try:
+            two_s = own_step_s(samples, cluster)
+        finally:
+            Ladder.degrees = free
+        rows.append(f"| {name} | {tokens} | {ranks} | {any_s:.3f} | {two_s:.3f} | {two_s / any_s - 1:.1%} |")
     return rows
 
 

@@ -63,6 +63,17 @@ def test_the_simulator_is_timed(tmp_path: Path) -> None:
     assert [day for day, _ in rows] == ["alone", "jitter, 4 uplinks a node"]
 
 
+def test_planning_is_timed(tmp_path: Path) -> None:
+    """Its short form has a row of every table, and its summary counts them."""
+    page = run_script("planner", "--short", "--out", str(tmp_path / "page.md"))
+    rows = re.findall(r"^\| python_source_lengths_qwen \| 16384 \| (\d+) \|", page, flags=re.M)
+
+    assert "`python benchmarks/planner.py --short`, seed 0" in page
+    assert re.search(r"^\| python_source_lengths_qwen \| 512 × 64 \| \d+\.\d \| 1\.\d+ \|$", page, flags=re.M)
+    assert rows == ["32", "64", "128", *["24", "32"] * 2]
+    assert re.search(r"^\| lockstep, all \| 2 \|", page, flags=re.M)
+
+
 def test_a_run_beside_its_simulation(tmp_path: Path) -> None:
     """A run whose ranks shared the cores as the simulator has it: costs found in it give its times again."""
     cluster, cores = Cluster(4, 4096, 4), len(os.sched_getaffinity(0))
