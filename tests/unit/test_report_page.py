@@ -395,7 +395,7 @@ def break_run(run: Path, how: str) -> None:
     if how == "no info":
         info.unlink()
     elif how == "other schema":
-        info.write_text(info.read_text().replace("flexcp.run/1", "flexcp.run/9"))
+        info.write_text(info.read_text().replace("flexcp.run/2", "flexcp.run/9"))
     elif how == "cut info":
         info.write_text(info.read_text()[:100])
     elif how == "no metrics":
@@ -422,7 +422,7 @@ def break_run(run: Path, how: str) -> None:
     ("how", "cause", "remedy"),
     [
         ("no info", "is not a run folder: it has no run.json", "flexcp train"),
-        ("other schema", "schema 'flexcp.run/9', this version reads 'flexcp.run/1'", "the version of flexcp"),
+        ("other schema", "schema 'flexcp.run/9', this version reads 'flexcp.run/2'", "the version of flexcp"),
         ("cut info", "run.json is damaged (JSONDecodeError", "Copy it again"),
         ("no metrics", "has no metrics.jsonl: the run ended before its first step", "at least one step"),
         ("empty metrics", "holds no whole step", "at least one step"),

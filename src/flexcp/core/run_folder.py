@@ -21,7 +21,7 @@ from flexcp.core.jsonl import parse_json, read_lines, readable, whole
 from flexcp.core.metrics import StepReport
 from flexcp.core.plan import Mode
 
-RUN_SCHEMA = "flexcp.run/1"
+RUN_SCHEMA = "flexcp.run/2"
 
 Origin = Literal["measured", "simulated"]
 
