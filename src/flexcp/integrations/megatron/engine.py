@@ -19,6 +19,7 @@ import hashlib
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -223,11 +224,12 @@ class Engine:
     ) -> None:
         """Told by `Step.finish`; steps of an evaluation are not remembered."""
         if self._counts:
-            self.last_report = report
             if self._learning is not None:
+                report = replace(report, plan_factors=self._learning.known_for(self.next_step).factors)
                 self._learning.learn(self.next_step, plan, durations_s)
+            self.last_report = report
             if self._files is not None:
-                self._files.step(report, spans)
+                self._files.step(report, spans, self.correction)
         self.next_step += 1
         self._open_step = None
 

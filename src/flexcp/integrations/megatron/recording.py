@@ -18,6 +18,7 @@ from flexcp.core.metrics import StepReport
 from flexcp.core.plan import Plan
 from flexcp.core.run_folder import RunInfo, drop_later, metrics_path, trace_path
 from flexcp.core.trace import Span, TraceWriter, task_detail
+from flexcp.cost.correction import FACTORS, Correction
 from flexcp.integrations.megatron.batches import SeqParams
 from flexcp.integrations.megatron.grid import Grid
 from flexcp.planner import Planner
@@ -198,15 +199,18 @@ class RunFolder:
         if info is not None:
             folder.mkdir(parents=True, exist_ok=True)
             drop_later(folder, first_step)
-            info.write(folder)
+            info.write(folder, first_step)
         torch.distributed.barrier()
         self._trace = TraceWriter(trace_path(folder, first_step, rank)) if grid.is_first else None
 
-    def step(self, report: StepReport, spans: Sequence[Span]) -> None:
-        """Write one step."""
+    def step(self, report: StepReport, spans: Sequence[Span], correction: Correction | None) -> None:
+        """Write one step, and what has been learnt of the costs until its end."""
         if self._info is not None:
+            record = report.to_record()
+            if correction is not None:
+                record["cost_factors"] = dict(zip(FACTORS, correction.factors, strict=True))
             with metrics_path(self._folder).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(report.to_record()) + "\n")
+                file.write(json.dumps(record) + "\n")
         if self._trace is not None:
             for span in spans:
                 times = span.start_s - self._origin_s, span.end_s - self._origin_s
