@@ -50,6 +50,8 @@ def one_pack(
     degree: int,
     kind: ExchangeKind = "ring",
     whole_below: int = 0,
+    *,
+    autocast: bool = False,
 ) -> Stepped:
     """Run samples as one pack on `degree` members, forward and backward, by the rule of a step."""
     lengths = [len(dataset[index]["input_ids"]) for index in indices]
@@ -64,7 +66,7 @@ def one_pack(
         mine = models[exchange.member]
         transport: Any = _Transport(exchange)
         micro = make_micro_batch(plan, task, examples, transport)
-        with enable(mine):
+        with enable(mine), torch.autocast("cpu", torch.bfloat16, enabled=autocast):  # of this thread alone
             output = mine(**micro.inputs)
             loss = loss_sum_of(output, micro) / supervised
             auxiliary = micro.inputs["flexcp"].auxiliary_sum

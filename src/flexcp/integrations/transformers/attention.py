@@ -24,6 +24,7 @@ _HARMLESS = {
 }
 
 
+@torch.compiler.disable  # messages and plans are not for a graph; the layers around it are
 def flexcp_attention(
     module: nn.Module,
     query: Tensor,

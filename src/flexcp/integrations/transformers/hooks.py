@@ -10,6 +10,7 @@ import weakref
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -90,6 +91,7 @@ class Enabled:
     ) -> None:
         self.disable()
 
+    @torch.compiler.disable
     def _before(
         self, _: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
@@ -119,6 +121,7 @@ class Enabled:
             return None
         return positional, {**keywords, **vision_inputs(self._inner, self._family, context, keywords)}
 
+    @torch.compiler.disable
     def _after(
         self, _: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any], output: Any
     ) -> None:
