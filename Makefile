@@ -18,7 +18,7 @@ install: $(STAMP) ## make .venv with everything that training and development ne
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[train,megatron,dev]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[train,megatron,hf,dev]'
 	@touch $@
 
 lint: $(STAMP) ## formatting, lint, types, import directions

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with TRL's SFTTrainer on flexible groups: LoRA, chats, loss on the assistant's words only.
+"""Supervised fine-tuning with TRL's SFTTrainer on flexible groups: LoRA, and loss on what the assistant says.
 
 What FlexCP adds are the three lines marked `flexcp`. The model is tiny and random, the chats are made up, so
 that it runs anywhere in a minute; give the folder of a model and a .jsonl of chats for the real thing::
@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import random
 
-from datasets import Dataset, load_dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config
 from trl import SFTConfig, SFTTrainer
 
 import flexcp  # flexcp
+from datasets import Dataset, load_dataset
 
 CHAT = (
     "{% for message in messages %}{{ '<|' + message.role + '|>' }}"
@@ -62,7 +62,9 @@ def made_up_chats(count: int, seed: int) -> Dataset:
     chats = []
     for _ in range(count):
         a, b = chance.randint(0, 99), chance.randint(0, 99)
-        steps = " ".join(f"{a} and {i} make {a + i}." for i in range(1, 1 + min(b, int(chance.paretovariate(0.7)))))
+        steps = " ".join(
+            f"{a} and {i} make {a + i}." for i in range(1, 1 + min(b, int(chance.paretovariate(0.7))))
+        )
         chats.append(
             {
                 "messages": [
@@ -85,7 +87,9 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.model) if options.model else tiny_tokenizer()
-    model = AutoModelForCausalLM.from_pretrained(options.model) if options.model else tiny_model(len(tokenizer))
+    model = (
+        AutoModelForCausalLM.from_pretrained(options.model) if options.model else tiny_model(len(tokenizer))
+    )
     chats = (
         load_dataset("json", data_files=options.chats, split="train")
         if options.chats

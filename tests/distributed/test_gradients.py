@@ -191,7 +191,7 @@ def test_families_whose_attention_or_loss_is_their_own(kind: str) -> None:
 
 
 def test_other_families_whole_samples_and_fp64() -> None:
-    """Families of plain attention; samples below 16 tokens kept whole; errors at the level of fp64 rounding."""
+    """Families of plain attention; samples below 16 tokens kept whole; errors of fp64 rounding alone."""
     families = ["llama", "mistral", "qwen2"]
     met = check_against_one_process(["plain"], 3, range(100, 103), families, torch.float64, whole=16)
 

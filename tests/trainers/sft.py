@@ -25,7 +25,7 @@ def example() -> Any:
 
 
 def make_trainer(folder: Path, *, groups: Any = None, model: Any = None, **changes: Any) -> Any:
-    """An SFTTrainer over twelve chats, on flexible groups if `groups` are given; every step holds all of them."""
+    """An SFTTrainer over twelve chats, on flexible groups if `groups` are given; a step may hold them all."""
     from transformers import set_seed
     from trl import SFTConfig, SFTTrainer
 

@@ -112,7 +112,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_losses_and_weights_are_those_of_the_plain_trainer(
     kind: str, by_rank: tuple[Path, list[dict[str, Any]]], alone: dict[str, Any]
 ) -> None:
-    """D08, D11, D12: accumulation 1 x 12 against 2 parts on 2 ranks, packed and not, assistant's words only."""
+    """D08, D11, D12: one batch of 12 against 2 parts on 2 ranks, packed and not, assistant only."""
     expected_losses, expected = alone["rows"]
     for made in by_rank[1]:
         found_losses, found = made[kind]
@@ -221,7 +221,9 @@ def test_trainers_with_a_loss_of_their_own_are_refused() -> None:
         def compute_loss(self, *_: Any, **__: Any) -> Any:
             return None
 
-    with pytest.raises(UnsupportedError, match="Own has a compute_loss of its own, which groups would pass by"):
+    with pytest.raises(
+        UnsupportedError, match="Own has a compute_loss of its own, which groups would pass by"
+    ):
         flexible(Own)
     with pytest.raises(UnsupportedError, match="DPOTrainer has a compute_loss of its own"):
         flexible(DPOTrainer)

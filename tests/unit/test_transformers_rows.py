@@ -76,5 +76,7 @@ def test_rows_that_make_no_sense_are_refused() -> None:
 def test_what_a_collator_adds_is_refused() -> None:
     """D48: images would not reach the model, in silence."""
     samples = RowSamples([{"input_ids": [1]}], lambda rows: {**collate(rows), "pixel_values": 1})
-    with pytest.raises(UnsupportedError, match="the collator gives pixel_values, which would not reach the model"):
+    with pytest.raises(
+        UnsupportedError, match="the collator gives pixel_values, which would not reach the model"
+    ):
         samples[0]

@@ -23,9 +23,12 @@ class _Section(BaseModel):
 
 
 class ModelSection(_Section):
-    """A model with random weights, by shape or by a transformers config."""
+    """A model to go on training, or one with random weights: by a transformers config, or by shape."""
 
-    config: Path | None = Field(default=None, description="folder or config.json of a transformers model")
+    pretrained: Path | None = Field(
+        default=None, description="folder of a model to start from (config.json and safetensors)"
+    )
+    config: Path | None = Field(default=None, description="folder or config.json of a model; random weights")
     architecture: Literal["qwen3", "llama"] = Field(default="qwen3", description="when config is not given")
     hidden: int = Field(default=128, ge=1)
     layers: int = Field(default=4, ge=1)
@@ -45,7 +48,12 @@ class DataSection(_Section):
     pattern: str = Field(default="**/*", description="files of a folder")
     exclude: tuple[str, ...] = Field(default=(), description="names of files and folders to leave out")
     text_column: str = "text"
-    tokenizer: str = Field(default="bytes", description="bytes, bpe:<vocab> (trained on the data), or a file")
+    chat_column: str | None = Field(default=None, description="of lists of messages, read instead of text")
+    learn: Literal["assistant", "all"] = Field(default="assistant", description="what of a chat is learned")
+    tokenizer: str = Field(
+        default="bytes",
+        description="bytes, bpe:<vocab> (trained on the data), a file or its folder; unset: pretrained's own",
+    )
     index_dir: Path | None = Field(default=None, description="of the length index; unset: beside the data")
     max_tokens: int | None = Field(
         default=None, ge=1, description="longest sample; unset: what the ranks hold"
@@ -101,6 +109,10 @@ class RunSection(_Section):
         default=0, ge=0, description="steps between checkpoints; 0: only at the end"
     )
     keep_checkpoints: int = Field(default=2, ge=1)
+    save_model: bool | None = Field(
+        default=None,
+        description="write model/ as transformers does, at the end; unset: where model.pretrained is given",
+    )
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         default=("tensorboard",), description="where curves go; wandb needs flexcp[wandb]"
     )
@@ -148,12 +160,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         raise ConfigError(
             f"{key} = {first['input']!r}: {first['msg']}", f"Mend it in {path} or with --set."
         ) from None
-    shape_keys = sorted(config.model.model_fields_set - {"config"})
-    if config.model.config is not None and shape_keys:
-        raise ConfigError(
-            f"model.config is given, and model.{shape_keys[0]} too",
-            "The config decides the shape; leave it out.",
-        )
+    _check_model(config.model)
+    if config.model.pretrained is not None and "tokenizer" not in config.data.model_fields_set:
+        own = config.data.model_copy(update={"tokenizer": str(config.model.pretrained)})
+        config = config.model_copy(update={"data": own})
     data = config.data.path
     if not data.startswith("@") and not Path(data).exists():
         raise ConfigError(
@@ -164,6 +174,22 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     if config.parallel.policy not in POLICIES:
         raise UnknownNameError("policy", config.parallel.policy, POLICIES)
     return config
+
+
+def _check_model(model: ModelSection) -> None:
+    """The shape is said once."""
+    for name in ("pretrained", "config"):
+        others = sorted(model.model_fields_set - {name})
+        if getattr(model, name) is not None and others:
+            raise ConfigError(
+                f"model.{name} is given, and model.{others[0]} too",
+                "The config decides the shape; leave it out.",
+            )
+    if model.pretrained is not None and not (model.pretrained / "config.json").is_file():
+        raise ConfigError(
+            f"model.pretrained {model.pretrained} is no folder of a model",
+            "Give a folder with config.json and model.safetensors, as save_pretrained writes it.",
+        )
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:

@@ -47,6 +47,7 @@ class Corpus:
 
     Attributes:
         vocab: size of the tokenizer's vocabulary.
+        tokenizer: its file or folder; None for bytes.
         identity: of text, tokenizer, what was left out and held out; part of every checkpoint.
         skipped: what gave no sample, and why.
     """
@@ -54,6 +55,7 @@ class Corpus:
     train: Subset
     evaluation: Subset | None
     vocab: int
+    tokenizer: Path | None
     identity: dict[str, str]
     skipped: tuple[Skipped, ...]
 
@@ -75,7 +77,7 @@ def open_corpus(section: DataSection, capacity: Capacity, seed: int, progress: P
         progress: called on rank 0 with (what, done, in all).
     """
     opened = on_first_rank(lambda: _open(section, capacity, progress), "opening the data")
-    dataset = opened or _open(section, capacity, lambda *_: None)
+    dataset, tokenizer = opened or _open(section, capacity, lambda *_: None)
     held_out = section.eval_samples
     if held_out >= len(dataset):
         raise ConfigError(
@@ -87,12 +89,13 @@ def open_corpus(section: DataSection, capacity: Capacity, seed: int, progress: P
         train=Subset(dataset, train),
         evaluation=Subset(dataset, evaluation) if held_out else None,
         vocab=dataset.tokenizer.vocab_size,
+        tokenizer=None if tokenizer == "bytes" else Path(tokenizer),
         identity={**dataset.identity, "samples held out": str(held_out)},
         skipped=dataset.skipped,
     )
 
 
-def _open(section: DataSection, capacity: Capacity, progress: Progress) -> TextDataset:
+def _open(section: DataSection, capacity: Capacity, progress: Progress) -> tuple[TextDataset, str]:
     path, pattern, exclude = section.path, section.pattern, section.exclude
     if path == STDLIB:
         if "pattern" in section.model_fields_set:
@@ -103,14 +106,21 @@ def _open(section: DataSection, capacity: Capacity, progress: Progress) -> TextD
             raise ConfigError("data.index_dir is not set", "The interpreter's own folder is not written to.")
     tokenizer = section.tokenizer
     if tokenizer.startswith("bpe:"):
+        if section.chat_column is not None:
+            raise ConfigError(
+                f"data.chat_column is given, and data.tokenizer {tokenizer!r} has no chat template",
+                "Name the folder of a chat model.",
+            )
         documents = open_documents(path, pattern=pattern, exclude=exclude, text_column=section.text_column)
         tokenizer = str(_trained_bpe(section, documents, progress))
-    return open_dataset(
+    dataset = open_dataset(
         path,
         tokenizer=tokenizer,
         pattern=pattern,
         exclude=exclude,
         text_column=section.text_column,
+        chat_column=section.chat_column,
+        learn=section.learn,
         index_dir=section.index_dir,
         max_tokens=section.max_tokens or capacity(open_tokenizer(tokenizer).vocab_size),
         too_long=section.too_long,
@@ -119,6 +129,7 @@ def _open(section: DataSection, capacity: Capacity, progress: Progress) -> TextD
         else "All ranks together hold no more: raise parallel.tokens_per_rank, use more ranks",
         progress=lambda done, total: progress("counting tokens", done, total),
     )
+    return dataset, tokenizer
 
 
 def _trained_bpe(section: DataSection, documents: Documents, progress: Progress) -> Path:

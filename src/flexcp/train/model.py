@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ _CONFIGS: dict[str, Any] = {"qwen3": Qwen3Config, "llama": LlamaConfig}
 
 def model_config(section: ModelSection, vocab: int, max_tokens: int) -> Any:
     """The transformers config; `vocab` and `max_tokens` come from the data and the cluster."""
-    if section.config is not None:
+    source = section.pretrained or section.config
+    if source is not None:
         try:
-            config = AutoConfig.from_pretrained(str(section.config))
+            config = AutoConfig.from_pretrained(str(source), local_files_only=True)
         except Exception as error:  # transformers raises many kinds for a config that is not one
+            name = "model.config" if section.pretrained is None else "model.pretrained"
             raise ConfigError(
-                f"model.config {section.config}: {str(error).splitlines()[0]}",
+                f"{name} {source}: {str(error).splitlines()[0]}",
                 "Give a folder with a config.json.",
             ) from error
         check_supported(config)
@@ -52,18 +55,42 @@ def model_config(section: ModelSection, vocab: int, max_tokens: int) -> Any:
         ) from error
 
 
-def build_model(config: Any, run: RunSection, device: torch.device) -> nn.Module:
-    """The same random weights on every rank.
+def build_model(
+    config: Any, run: RunSection, device: torch.device, pretrained: Path | None = None
+) -> nn.Module:
+    """The same weights on every rank: random ones, or those of a folder.
 
     Weights stay in fp32 under `bf16`: the computation is low precision, the optimizer's copy is not.
     """
     torch.manual_seed(run.seed)
-    model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    loaded = None if pretrained is None else _loaded(pretrained, config)
+    model: Any = loaded or AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     model.to(device=device, dtype=torch.float64 if run.dtype == "fp64" else torch.float32)
     if run.gradient_checkpointing:
         checkpoint_layers(model)
     trained: nn.Module = model.train()
     return trained
+
+
+def _loaded(folder: Path, config: Any) -> Any:
+    """Weights from safetensors alone: nothing in them can run."""
+    load: Any = AutoModelForCausalLM.from_pretrained
+    try:
+        model, report = load(
+            str(folder), config=config, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+    except Exception as error:  # transformers raises many kinds for a folder that is not one
+        raise ConfigError(
+            f"model.pretrained {folder}: {str(error).splitlines()[0]}",
+            "Give a folder with config.json and model.safetensors, as save_pretrained writes it.",
+        ) from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"model.pretrained {folder} lacks {len(missing)} weights, {missing[0]} among them",
+            "They would stay random. Take config and weights from the same model.",
+        )
+    return model
 
 
 def compute_dtype(run: RunSection) -> torch.dtype:

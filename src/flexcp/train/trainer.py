@@ -41,6 +41,7 @@ from flexcp.runtime.sharding import shard
 from flexcp.runtime.signals import StopOnSignal
 from flexcp.train.config import OptimizerSection, TrainConfig, flattened
 from flexcp.train.corpus import Corpus, open_corpus
+from flexcp.train.export import save_pretrained
 from flexcp.train.model import build_model, compute_dtype, model_config
 from flexcp.train.outputs import Outputs
 from flexcp.train.utilization import Utilization, peak_flops_per_s
@@ -122,6 +123,9 @@ def train(
             if checkpoint:
                 loop.resume(checkpoint)
             loop.run()
+        if _saves_model(config) and not engine.stopped:
+            save_pretrained(model, run.folder / "model", corpus.tokenizer)
+            outputs.notice(f"the model is in {run.folder / 'model'}, as transformers loads it")
         dist.barrier()  # all traces are closed
         outputs.finish(loop.eval_losses)
         return RunSummary(tuple(loop.reports), loop.eval_losses, run.folder)
@@ -228,6 +232,11 @@ class _Loop:
         self.outputs.saved(save_checkpoint(folder, done, self.model, self.optimizer, state, keep))
 
 
+def _saves_model(config: TrainConfig) -> bool:
+    wanted = config.run.save_model
+    return config.model.pretrained is not None if wanted is None else wanted
+
+
 def learning_rate_factor(section: OptimizerSection, steps: int, step: int) -> float:
     """Linear warm-up to 1, then cosine decay to `min_lr_ratio` at the last step.
 
@@ -267,7 +276,7 @@ def _build(config: TrainConfig, corpus: Corpus, world: World) -> tuple[Planner, 
     cost = cost_model(shape, hardware_at(parallel.hardware), checkpointing=checkpointing, speed=speed)
     cluster = Cluster(world.size, _tokens_per_rank(config, world, shape), parallel.ranks_per_node)
     planner = Planner(cluster, cost, policy=parallel.policy, whole_below_tokens=parallel.whole_below_tokens)
-    model = build_model(hf_config, config.run, world.device)
+    model = build_model(hf_config, config.run, world.device, config.model.pretrained)
     dtype = torch.bfloat16 if config.run.dtype == "bf16" else None
     return planner, shard(model, parallel.sharding, blocks=blocks_of(model), param_dtype=dtype)
 

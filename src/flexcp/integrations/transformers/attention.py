@@ -24,7 +24,8 @@ _HARMLESS = {
 }
 
 
-@torch.compiler.disable  # messages and plans are not for a graph; the layers around it are
+# Messages and plans are not for a graph; the layers around it are.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def flexcp_attention(
     module: nn.Module,
     query: Tensor,

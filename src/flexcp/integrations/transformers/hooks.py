@@ -91,7 +91,7 @@ class Enabled:
     ) -> None:
         self.disable()
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(
         self, _: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
@@ -121,7 +121,7 @@ class Enabled:
             return None
         return positional, {**keywords, **vision_inputs(self._inner, self._family, context, keywords)}
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(
         self, _: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any], output: Any
     ) -> None:

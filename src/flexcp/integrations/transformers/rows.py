@@ -1,7 +1,7 @@
 """Rows of a Hugging Face trainer as samples: each document by itself, labels as the collator makes them.
 
-A trainer packs documents into rows of one length to waste no padding. FlexCP packs anew for every step, without
-padding, so rows are taken apart again: where `seq_lengths`, `cu_seq_lens` or position ids that begin at 0
+A trainer packs documents into rows of one length to waste no padding. FlexCP packs anew for every step,
+without padding, so rows are taken apart: where `seq_lengths`, `cu_seq_lens` or position ids that begin at 0
 say that a document ends.
 """
 

@@ -1,8 +1,8 @@
 """Any causal-language-model trainer of Hugging Face on flexible groups: `flexible(SFTTrainer)(…)`.
 
-The trainer keeps its arguments, optimizer, schedule, callbacks, logs, checkpoints and resumption. What differs
-is where a step comes from: its data loader counts steps, and the step itself (all micro-batches of this rank,
-one gradient reduction) is the engine's. Public methods are overridden and nothing else.
+The trainer keeps its arguments, optimizer, schedule, callbacks, logs, checkpoints and resumption. Its data
+loader only counts steps: the step itself (all micro-batches of this rank, one gradient reduction) is the
+engine's. Public methods are overridden and nothing else.
 """
 
 from __future__ import annotations
@@ -259,7 +259,8 @@ class _Flexible:
         """Samples of a step."""
         args, samples = self.args, cast(RowSamples, self._samples)
         rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        return max(1, int(round(rows * len(samples) / samples.num_rows)))
+        share: float = rows * len(samples) / samples.num_rows
+        return max(1, round(share))
 
     def _is_last(self, inputs: Any) -> bool:
         return (int(inputs["part"]) + 1) % int(self.args.gradient_accumulation_steps) == 0

@@ -15,6 +15,7 @@ from typing import Any
 from flexcp.core.errors import DataError, MissingExtraError
 from flexcp.train.data.documents import (
     FileSet,
+    Read,
     Skipped,
     as_document,
     fingerprint_files,
@@ -38,9 +39,10 @@ class Parquet:
         MissingExtraError: pyarrow is not installed.
     """
 
-    def __init__(self, found: FileSet, column: str) -> None:
+    def __init__(self, found: FileSet, column: str, read: Read = as_document) -> None:
         self._paths = found.paths
         self._column = column
+        self._as_document = read
         self.files = stamp_files(found)
         self.skipped = found.skipped
         self._groups: list[tuple[int, int]] = []  # (file, row group) by position
@@ -59,7 +61,7 @@ class Parquet:
 
     def __getitem__(self, index: int) -> str | None:
         group, row = locate(self._firsts, index)
-        return _text(self._read(group), row, self.name(index))
+        return _text(self._read(group), row, self.name(index), self._as_document)
 
     def name(self, index: int) -> str:
         """File and row in it, from 0."""
@@ -104,7 +106,7 @@ class SavedDataset:
         MissingExtraError: pyarrow is not installed.
     """
 
-    def __init__(self, root: Path, column: str) -> None:
+    def __init__(self, root: Path, column: str, read: Read = as_document) -> None:
         state = _read_state(root)
         paths = tuple(root / entry["filename"] for entry in state.get("_data_files", []))
         if state.get("_indices_data_files"):
@@ -113,6 +115,7 @@ class SavedDataset:
                 "Save it again after dataset.flatten_indices().",
             )
         self._column = column
+        self._as_document = read
         self.files = stamp_files(FileSet(root, paths, ()))
         self.skipped: tuple[Skipped, ...] = ()
         self._columns = [_map_column(path, column) for path in paths]
@@ -123,7 +126,7 @@ class SavedDataset:
 
     def __getitem__(self, index: int) -> str | None:
         file, row = locate(self._firsts, index)
-        return _text(self._columns[file], row, self.name(index))
+        return _text(self._columns[file], row, self.name(index), self._as_document)
 
     def name(self, index: int) -> str:
         """File and row in it, from 0."""
@@ -160,9 +163,9 @@ def _map_column(path: Path, column: str) -> Any:
     return table.column(column)
 
 
-def _text(values: Any, row: int, name: str) -> str | None:
+def _text(values: Any, row: int, name: str, read: Read) -> str | None:
     try:
-        return as_document(values[row].as_py(), name)
+        return read(values[row].as_py(), name)
     except UnicodeDecodeError:
         return None
 

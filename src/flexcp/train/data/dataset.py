@@ -16,8 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcp.core.errors import DataError
+from flexcp.train.data.chats import ChatTokenizer, Learn, as_chat
 from flexcp.train.data.columnar import Parquet, SavedDataset
-from flexcp.train.data.documents import Documents, JsonLines, Skipped, TextFiles, file_kind, find_files
+from flexcp.train.data.documents import (
+    Documents,
+    JsonLines,
+    Read,
+    Skipped,
+    TextFiles,
+    as_document,
+    file_kind,
+    find_files,
+)
 from flexcp.train.data.index import (
     LengthIndex,
     Progress,
@@ -102,14 +112,21 @@ class TextDataset:
         if not 0 <= index < len(self):
             raise IndexError(index)
         text = self._documents[int(self._kept[index])]
-        ids = self.tokenizer.encode(text or "").astype(np.int64)
+        ids, labels = self._encode(text or "")
         if not text or len(ids) != self.lengths[index]:
             now = f"{len(ids)} tokens" if text else "no text"
             raise DataError(
                 f"{self.name(index)} had {self.lengths[index]} tokens in the length index and now has {now}",
                 "The data changed under the run; build the index again: rebuild=True.",
             )
-        return {"input_ids": ids, "labels": ids.copy()}
+        return {"input_ids": ids, "labels": labels}
+
+    def _encode(self, text: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        if isinstance(self.tokenizer, ChatTokenizer) and text:
+            tokens, labels = self.tokenizer.encode_labelled(text)
+            return tokens.astype(np.int64), labels
+        ids = self.tokenizer.encode(text).astype(np.int64)
+        return ids, ids.copy()
 
     def name(self, index: int) -> str:
         """What to call a sample in a message."""
@@ -137,6 +154,8 @@ def open_dataset(
     pattern: str = ANY_FILE,
     exclude: Sequence[str] = (),
     text_column: str = "text",
+    chat_column: str | None = None,
+    learn: Learn = "assistant",
     index_dir: str | Path | None = None,
     max_tokens: int | None = None,
     too_long: TooLong = "error",
@@ -152,6 +171,9 @@ def open_dataset(
         pattern: which files of a folder to read.
         exclude: names of files and folders to leave out (see `find_files`).
         text_column: key or column that holds the text.
+        chat_column: key or column that holds chats, read instead of text; the tokenizer is then the folder of
+            a chat model.
+        learn: what of a chat has labels.
         index_dir: where to keep the index; None is `.flexcp` beside the data.
         max_tokens: see `TextDataset`.
         too_long: see `TextDataset`.
@@ -163,9 +185,12 @@ def open_dataset(
         DataError: the data cannot be read, or changed since its index was built.
         MissingExtraError: a library for this kind of data is not installed.
     """
-    documents = open_documents(path, pattern=pattern, exclude=exclude, text_column=text_column)
-    loaded = open_tokenizer(tokenizer)
-    file = index_path(path, [str(tokenizer), pattern, text_column, *exclude], index_dir)
+    column, read = (text_column, as_document) if chat_column is None else (chat_column, as_chat)
+    documents = open_documents(path, pattern=pattern, exclude=exclude, text_column=column, read=read)
+    loaded = open_tokenizer(tokenizer) if chat_column is None else ChatTokenizer(tokenizer, learn)
+    # Lengths do not depend on what is learned, but the index knows the tokenizer that does.
+    chat = [] if chat_column is None else ["chat", learn]
+    file = index_path(path, [str(tokenizer), pattern, column, *chat, *exclude], index_dir)
     if rebuild or not file.exists():
         index = build_index(documents, loaded, progress)
         save_index(index, file)
@@ -180,7 +205,12 @@ def open_tokenizer(tokenizer: str | Path) -> Tokenizer:
 
 
 def open_documents(
-    path: str | Path, *, pattern: str = ANY_FILE, exclude: Sequence[str] = (), text_column: str = "text"
+    path: str | Path,
+    *,
+    pattern: str = ANY_FILE,
+    exclude: Sequence[str] = (),
+    text_column: str = "text",
+    read: Read = as_document,
 ) -> Documents:
     """Find out what kind of data a path holds.
 
@@ -202,11 +232,11 @@ def open_documents(
             f"{root} holds the splits {', '.join(splits)}", f"Name one of them: {root / (splits or ['?'])[0]}"
         )
     if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
-        return SavedDataset(root, text_column)
-    return _open_files(root, pattern, exclude, text_column)
+        return SavedDataset(root, text_column, read)
+    return _open_files(root, pattern, exclude, text_column, read)
 
 
-def _open_files(root: Path, pattern: str, exclude: Sequence[str], text_column: str) -> Documents:
+def _open_files(root: Path, pattern: str, exclude: Sequence[str], text_column: str, read: Read) -> Documents:
     found = find_files(root, pattern, exclude)
     kinds = sorted({file_kind(path) for path in found.paths})
     if len(kinds) > 1:
@@ -216,9 +246,13 @@ def _open_files(root: Path, pattern: str, exclude: Sequence[str], text_column: s
         )
     match kinds[0]:
         case "parquet":
-            return Parquet(found, text_column)
+            return Parquet(found, text_column, read)
         case "jsonl":
-            return JsonLines(found, text_column)
+            return JsonLines(found, text_column, read)
+        case _ if read is not as_document:
+            raise DataError(
+                f"{root} holds text files, and no chats", "Chats are .jsonl, .parquet or data sets."
+            )
         case _:
             return TextFiles(found)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
@@ -45,6 +45,10 @@ class Skipped:
     def __str__(self) -> str:
         more = ", …" if self.count > len(self.first) else ""
         return f"{self.count} skipped, {self.reason}: {', '.join(self.first)}{more}"
+
+
+# A value of the column that is read, and a name for messages, to the document; None where there is none.
+Read = Callable[[object, str], str | None]
 
 
 class Documents(Protocol):
@@ -116,9 +120,10 @@ class JsonLines:
         DataError: a file cannot be read; on access, a line that is not such an object.
     """
 
-    def __init__(self, found: FileSet, column: str) -> None:
+    def __init__(self, found: FileSet, column: str, read: Read | None = None) -> None:
         self._paths = found.paths
         self._column = column
+        self._read = read or as_document
         self.files = stamp_files(found)
         self.skipped = found.skipped
         self._lines = [_find_lines(path) for path in found.paths]
@@ -143,7 +148,7 @@ class JsonLines:
                 f"{self.name(index)} has no key {self._column!r}; it has: {names}",
                 "Name the key that holds the text (text_column).",
             )
-        text = as_document(record[self._column], self.name(index))
+        text = self._read(record[self._column], self.name(index))
         return None if text is not None and b"\\u" in line and _has_surrogates(text) else text
 
     def name(self, index: int) -> str:

@@ -1,0 +1,63 @@
+"""Writes a trained model as transformers does, so that `from_pretrained` loads it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from flexcp.core.errors import CheckpointError
+from flexcp.integrations.transformers.hooks import inner_model
+from flexcp.runtime.collectives import raise_together
+
+# What a tokenizer is made of, as transformers names it.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+
+
+def save_pretrained(model: nn.Module, folder: Path, tokenizer: Path | None) -> None:
+    """Write weights (safetensors, in the dtype they are trained in), config and tokenizer. All ranks call it.
+
+    Args:
+        model: however it is wrapped; not enabled any more.
+        folder: is made; an older model in it is replaced.
+        tokenizer: folder or file of the tokenizer, copied along; None copies nothing.
+
+    Raises:
+        CheckpointError: it could not be written, on all ranks.
+    """
+    # Gathered on all ranks, kept on the first.
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    trouble: CheckpointError | None = None
+    if dist.get_rank() == 0:
+        try:
+            inner_model(model).save_pretrained(folder, state_dict=weights)
+            _copy_tokenizer(tokenizer, folder)
+        except OSError as error:
+            trouble = CheckpointError(
+                f"the model could not be written to {folder}: {error.strerror}",
+                "Make room and run again with --resume: the last checkpoint is whole.",
+            )
+    raise_together(trouble, "saving the model")
+
+
+def _copy_tokenizer(source: Path | None, folder: Path) -> None:
+    if source is None:
+        return
+    if source.is_file():
+        shutil.copy(source, folder / "tokenizer.json")
+        return
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copy(source / name, folder / name)
