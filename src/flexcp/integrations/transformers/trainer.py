@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 
 from flexcp.core.cluster import Cluster
@@ -274,6 +275,11 @@ class _Flexible:
         return self._steps
 
     def _make_engine(self, model: Any, samples: RowSamples, global_batch: int | None = None) -> Engine:
+        if isinstance(model, FullyShardedDataParallel):
+            raise UnsupportedError(
+                "the model is sharded by FSDP of version 1, which gathers weights in every forward",
+                "Use fsdp_version 2, or DDP.",
+            )
         groups, world = self._groups, dist.get_world_size()
         shape = shape_of(text_config(inner_model(model).config))
         hardware = hardware_at(groups.hardware)
