@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# tests/megatron runs that of Megatron, which needs a shim where there is no GPU, and tests/trainers that of TRL,
+# tests/megatron runs that of Megatron, which needs a shim where there is no GPU; tests/trainers that of TRL,
 # which takes ranks and prints times.
 ELSEWHERE = {"megatron_pretrain.py", "transformers_sft.py"}
 SCRIPTS = sorted(path for path in EXAMPLES.glob("*.py") if path.name not in ELSEWHERE)
