@@ -149,7 +149,7 @@ def main():
     parser.add_argument("--out")
     given = parser.parse_args()
     load = os.getloadavg()[0]
-    tokens, steps, long, runs = (64, 1, 128, 1) if given.short else (1024, 6, 8192, 4)
+    tokens, steps, long, runs = (64, 1, 128, 1) if given.short else (1024, 12, 8192, 4)
     page = engine_page(launch(engine_rank, 1, (tokens, steps))[0], tokens)
     page += ring_page(launch(ring_rank, 2, (long, runs)), long)
     write("overhead", [*head("What FlexCP costs", SEED, load), *page], given.out)

@@ -265,3 +265,46 @@ def test_times_of_tasks_are_read_when_the_device_is_done() -> None:
         for tasks, durations_s, ended_s in steps:
             assert durations_s == [1.0] * tasks
             assert ended_s == 101.0 + 1 + 2 * tasks
+
+
+def train_with_dropout(world: Any, steps: int, first: int) -> tuple[list[float], list[float]]:
+    """Losses from step `first` on, with weights that stay as they are, and the draw after each step."""
+    from flexcp.integrations.transformers import enable
+    from flexcp.runtime.engine import Engine
+
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    losses, draws = [], []
+    torch.manual_seed(first)  # what came before must not matter
+    with (
+        enable(model),
+        Engine(
+            model,
+            optimizer,
+            make_planner(world.size, tokens_per_rank=96),
+            ListDataset(LENGTHS),
+            global_batch=4,
+            steps=steps,
+        ) as engine,
+    ):
+        engine.load_state_dict({**engine.state_dict(), "step": first})
+        for step in engine:
+            draws.append(float(torch.rand(())))
+            for micro in step:
+                step.backward(torch.nn.functional.dropout(model(**micro.inputs).logits, 0.3), micro)
+            losses.append(step.finish().loss)
+    return losses, draws
+
+
+def begin_and_go_on(world: Any) -> list[tuple[list[float], list[float]]]:
+    return [train_with_dropout(world, 4, first) for first in (0, 2)]
+
+
+def test_random_numbers_of_a_step_are_those_of_the_unbroken_run() -> None:
+    """Dropout after a resume is that of the unbroken run; every rank and every step draws its own."""
+    by_rank = run_ranks(begin_and_go_on, 2)
+
+    for (losses, draws), (losses_after, draws_after) in by_rank:
+        assert losses_after == losses[2:]
+        assert draws_after == draws[2:]
+    assert len({draw for unbroken, _ in by_rank for draw in unbroken[1]}) == 8

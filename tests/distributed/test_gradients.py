@@ -65,15 +65,17 @@ class RandomPlanner:
         return self._random.choice(kinds or ["ring"])
 
 
-def one_step(model: Any, planner: Any) -> tuple[float, dict[str, torch.Tensor], set[Any]]:
+def one_step(
+    model: Any, planner: Any, lengths: Sequence[int] = tuple(LENGTHS), forward: Any = None
+) -> tuple[float, dict[str, torch.Tensor], set[Any]]:
     """One step over all samples: this rank's share of the loss, every full gradient, how groups met."""
     from flexcp.runtime.engine import Engine
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    engine = Engine(model, optimizer, planner, ListDataset(LENGTHS), global_batch=len(LENGTHS), steps=1)
+    engine = Engine(model, optimizer, planner, ListDataset(lengths), global_batch=len(lengths), steps=1)
     step = next(iter(engine))
     for micro in step:
-        step.backward(model(**micro.inputs), micro)
+        step.backward((forward or model)(**micro.inputs), micro)
     step.reduce_gradients()
     grads = {}
     for name, parameter in model.named_parameters():
@@ -112,16 +114,21 @@ def steps_of_many_plans(
     return results
 
 
-def reference(family: str, dtype: torch.dtype) -> tuple[float, dict[str, Any]]:
+def reference(
+    family: str,
+    dtype: torch.dtype = torch.float32,
+    layers: int = 2,
+    lengths: Sequence[int] = tuple(LENGTHS),
+) -> tuple[float, dict[str, Any]]:
     """Loss and gradients of one process, sample by sample.
 
     Attention is by definition, not by a kernel that may drop an option; in fp64, which that does not keep,
     the families have none.
     """
-    model = tiny_model(family, dtype)
+    model = tiny_model(family, dtype, layers)
     if dtype == torch.float32:
         model.set_attn_implementation("eager")
-    loss = reference_step(model, ListDataset(LENGTHS), range(len(LENGTHS)))
+    loss = reference_step(model, ListDataset(lengths), range(len(lengths)))
     return loss, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 

@@ -35,11 +35,11 @@ def engine_on(dataset: Any, **options: Any) -> Any:
     return Engine(model, optimizer, PLANNER, dataset, global_batch=8, learn_costs=True, **options)
 
 
-def run(engine: Any) -> tuple[list[str], list[float]]:
-    """Digests of the plans, and predicted seconds per token, of each step."""
+def run(engine: Any) -> tuple[list[str], list[float], list[dict[str, Any]]]:
+    """Digests of the plans, predicted seconds per token, and what a checkpoint would hold, of each step."""
     from flexcp.integrations.transformers import enable
 
-    digests, predicted = [], []
+    digests, predicted, states = [], [], []
     with enable(engine.model), engine:
         for step in engine:
             digests.append(step.plan.digest)
@@ -51,23 +51,20 @@ def run(engine: Any) -> tuple[list[str], list[float]]:
             if report.plan_factors:  # enough to make the plan again
                 cost = Correction(report.plan_factors).apply(PLANNER.cost)
                 assert replace(PLANNER, cost=cost)(step.plan.samples).digest == step.plan.digest
-    return digests, predicted
+            states.append(engine.state_dict())
+    return digests, predicted, states
 
 
 def train_and_resume(world: Any) -> tuple[list[str], list[str], list[float], Correction | None]:
-    """10 steps from a cost model a hundred times too fast; then 3 more twice, from the same state."""
+    """13 steps from a cost model a hundred times too fast; the last 3 again, from the state before them."""
     from flexcp.runtime.collectives import broadcast_text
 
     dataset = ListDataset(LENGTHS, unlabelled=())
-    engine = engine_on(dataset, steps=10)
-    _, predicted = run(engine)
-    state = json.loads(broadcast_text(json.dumps(engine.state_dict()), 0, "the state"))
-    digests = []
-    for _ in range(2):
-        again = engine_on(dataset, steps=10 + LAG)
-        again.load_state_dict(state)
-        digests.append(run(again)[0])
-    return (*digests, predicted, engine.correction)
+    engine = engine_on(dataset, steps=10 + LAG)
+    digests, predicted, states = run(engine)
+    again = engine_on(dataset, steps=10 + LAG)
+    again.load_state_dict(json.loads(broadcast_text(json.dumps(states[9]), 0, "the state")))
+    return digests[10:], run(again)[0], predicted[:10], engine.correction
 
 
 def test_predictions_are_repaired_and_a_resumed_run_plans_the_same() -> None:

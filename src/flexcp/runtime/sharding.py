@@ -116,6 +116,8 @@ class Replicated:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        if dist.get_world_size() == 1:
+            return
         for bucket in _buckets([cast(Tensor, p.grad) for p in self._parameters]):
             flat = torch.cat([grad.reshape(-1) for grad in bucket])
             dist.all_reduce(flat)
