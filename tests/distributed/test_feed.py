@@ -191,14 +191,15 @@ class Seeing(torch.nn.Module):
         return self.language(inputs_embeds=embedded, **inputs).logits
 
 
-def train_with_images(world: Any, steps: int) -> tuple[list[float], list[int]]:
-    """FSDP2, the encoder in the root unit; loss of every step and images that this rank had."""
+def train_with_images(world: Any, steps: int, own_unit: bool) -> tuple[list[float], list[int]]:
+    """FSDP2, the encoder in the root unit or one of its own; by step, the loss and this rank's images."""
     from flexcp.integrations.transformers import blocks_of, enable
     from flexcp.runtime.sharding import shard
 
     model: Any = Seeing()
     with enable(model.language):
-        model = shard(model, "fsdp2", blocks=blocks_of(model.language))
+        blocks = blocks_of(model.language) + [model.encoder] * own_unit
+        model = shard(model, "fsdp2", blocks=blocks)
         losses, seen = [], []
         with make_engine(
             model, make_planner(world.size), Images(LENGTHS), global_batch=4, steps=steps
@@ -244,7 +245,11 @@ def train_alone_with_images(steps: int) -> list[float]:
 
 
 def three_ranks(world: Any) -> dict[str, Any]:
-    return {"shares": read_shares(world), "images": train_with_images(world, 20)}
+    return {
+        "shares": read_shares(world),
+        "images": train_with_images(world, 20, own_unit=False),
+        "images, own unit": train_with_images(world, 20, own_unit=True),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -252,10 +257,13 @@ def by_three() -> list[dict[str, Any]]:
     return run_ranks(three_ranks, 3)
 
 
-def test_ranks_without_an_image_train_beside_ranks_with_one(by_three: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("case", ["images", "images, own unit"])
+def test_ranks_without_an_image_train_beside_ranks_with_one(
+    case: str, by_three: list[dict[str, Any]]
+) -> None:
     """D34: 20 steps; the encoder runs on some ranks only, and what it learns is that of one process."""
-    losses = [found["images"][0] for found in by_three]
-    seen = np.array([found["images"][1] for found in by_three])
+    losses = [found[case][0] for found in by_three]
+    seen = np.array([found[case][1] for found in by_three])
 
     assert losses[0] == losses[1] == losses[2]
     assert losses[0] == pytest.approx(train_alone_with_images(20), rel=1e-5)

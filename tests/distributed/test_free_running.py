@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from flexcp.core.cluster import Cluster
 from flexcp.core.plan import EXCHANGE_KINDS, Plan, Task
@@ -52,8 +53,8 @@ class Dawdling:
         return self._model(**inputs)
 
 
-def many_tasks_on(world: Any, kind: str, lengths: Sequence[int]) -> tuple[float, dict[str, Any], int]:
-    """One step; this rank's share of the loss, all gradients, the number of its tasks."""
+def many_tasks_on(world: Any, kind: str, lengths: Sequence[int]) -> tuple[float, dict[str, Any], int, int]:
+    """One step; this rank's loss, all gradients, its tasks, the process groups that torch made."""
     from flexcp.integrations.transformers import blocks_of, enable
     from flexcp.runtime.sharding import shard
 
@@ -64,23 +65,28 @@ def many_tasks_on(world: Any, kind: str, lengths: Sequence[int]) -> tuple[float,
     with enable(model):
         loss, grads, _ = one_step(model, planner, lengths, dawdling)
     plan = ManyTasks(seed=5)([Sample(i, tokens) for i, tokens in enumerate(lengths)])
-    return loss, grads, len(plan.tasks_of(world.rank))
+    assert len({task.ranks for task in plan.tasks}) == 15 or len(lengths) < 500
+    return loss, grads, len(plan.tasks_of(world.rank)), dist.distributed_c10d._world.group_count
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("tasks", [80, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_tasks_back_to_back_with_delays(kind: str, tasks: int) -> None:
-    """Groups over ranks that are no neighbours, random delays, a rank without a task: the same gradients."""
+    """D30, D36: groups over ranks that are no neighbours, random delays, a rank without a task.
+
+    The gradients are those of one process, and no group has a communicator of its own.
+    """
     lengths = [3 + 7 * index % 23 for index in range(tasks)]
     by_rank = run_ranks(many_tasks_on, 4, kind, lengths, deadline_s=120.0 + tasks)
     expected_loss, expected = reference("qwen3", layers=1, lengths=lengths)
-    counts = [count for _, _, count in by_rank]
+    counts = [count for _, _, count, _ in by_rank]
 
     assert counts[1] == 0
     assert len({counts[rank] for rank in RANKS}) == 3
     assert min(counts[rank] for rank in RANKS) > 0.4 * tasks
-    assert sum(loss for loss, _, _ in by_rank) == pytest.approx(expected_loss, rel=1e-5)
-    for _, grads, _ in by_rank:
+    assert sum(loss for loss, *_ in by_rank) == pytest.approx(expected_loss, rel=1e-5)
+    for _, grads, _, groups in by_rank:
+        assert groups <= 3  # the world, one of all messages, one of plans and data
         assert grads.keys() == expected.keys()
         assert max(relative_error(grad, expected[name]) for name, grad in grads.items()) <= 1e-5

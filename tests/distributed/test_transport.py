@@ -36,7 +36,7 @@ def send_too_few(world: Any, rows: int) -> str:
 
 
 def test_a_short_message_is_an_error() -> None:
-    """D31: gloo fills a part of the buffer and says nothing; rank, peer and both lengths are named."""
+    """D31, D47: gloo fills a part of the buffer and says nothing; rank, peer and both lengths are named."""
     assert run_ranks(send_too_few, 3, 5) == ["all is well"] * 3
     said = run_ranks(send_too_few, 3, 3)
 

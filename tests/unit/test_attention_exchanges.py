@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tests.reference import (
@@ -156,6 +158,43 @@ def test_batches_are_bounded(kind: ExchangeKind, limit: str, monkeypatch: pytest
     monkeypatch.setattr(exchange_module, limit, 1)
     assert torch.equal(gather(run_members(5, work, kind), layout), want.out)
     assert set(most) == {2}
+
+
+class Noted:
+    """An exchange that writes down whom it was asked to write to and to hear from, batch by batch."""
+
+    def __init__(self, member: int, degree: int) -> None:
+        self.member, self.degree = member, degree
+        self.batches: list[tuple[set[int], set[int]]] = []
+
+    def post(self, sends: Any, receives: Any, lane: int = 0) -> Noted:
+        self.batches.append(({peer for _, peer in sends}, {peer for _, peer in receives}))
+        return self
+
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+
+@pytest.mark.parametrize("degree", [3, 5, 7, 33])
+@pytest.mark.parametrize("most_rounds", [1, 32])
+def test_every_send_has_its_receive_in_the_same_batch(
+    degree: int, most_rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D33: odd numbers of members need no bye; every pair meets once each way, at the same time."""
+    monkeypatch.setattr(exchange_module, "_MOST_ROUNDS", most_rounds)
+    message = exchange_module.Message.zeros((1,), torch.float32, torch.device("cpu"))
+    members = [Noted(member, degree) for member in range(degree)]
+    for noted in members:
+        others = dict.fromkeys(set(range(degree)) - {noted.member}, message)
+        exchange_module.Swap(noted, others, others, largest_bytes=4).wait()
+
+    assert {len(noted.batches) for noted in members} == {(degree - 1 + most_rounds - 1) // most_rounds}
+    for noted in members:
+        assert set().union(*(sends for sends, _ in noted.batches)) == set(range(degree)) - {noted.member}
+        for batch, (sends, _) in enumerate(noted.batches):
+            assert all(noted.member in members[peer].batches[batch][1] for peer in sends)
+    assert sum(len(sends) for n in members for sends, _ in n.batches) == degree * (degree - 1)
+    assert sum(len(receives) for n in members for _, receives in n.batches) == degree * (degree - 1)
 
 
 def test_heads_that_cannot_be_dealt_out_are_refused() -> None:

@@ -39,6 +39,7 @@ def test_mfu_is_of_all_ranks_and_of_the_pairs_attended() -> None:
 
 
 def test_more_than_the_peak_is_an_error_on_accelerators() -> None:
+    """D47, D62: what is faster than the hardware has not been computed."""
     peak = FLOPS / (4 * 2.0)
     assert utilization(peak, False, []).measure(STEP).mfu == 1.0
     with pytest.raises(ConfigError) as caught:
