@@ -112,6 +112,40 @@ def test_a_lost_rank_is_named_with_step_task_and_samples(
     assert len(list((tmp_path / "saved").iterdir())) == 1
 
 
+def save_and_die(world: Any, folder: Path, dies: bool) -> list[str]:
+    """A checkpoint of step 1 and one of step 2; in the second, rank 0 is killed when all is written."""
+    from flexcp.runtime import checkpoint
+
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for path in checkpoint.checkpoints(folder):
+        checkpoint.load_checkpoint(path, model, optimizer)
+    save = checkpoint.save
+
+    def write_then_die(*arguments: Any, **options: Any) -> Any:
+        written = save(*arguments, **options)
+        if dies and world.rank == 0 and "step-00000002" in str(options["checkpoint_id"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+    checkpoint.save = write_then_die
+    for step in (1, 2):
+        checkpoint.save_checkpoint(folder, step, model, optimizer, {}, keep=2)
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_rank_killed_while_it_saves_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    """Nobody takes what was half written for a checkpoint, and the next run writes over it."""
+    from flexcp.runtime.checkpoint import checkpoints
+
+    with pytest.raises(RankLostError, match="rank 0 on"):
+        launch(save_and_die, 2, (tmp_path, True), timeout_s=TIMEOUT_S)
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002.tmp"]
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001"]
+    assert run_ranks(save_and_die, 1, tmp_path, False) == [["step-00000001", "step-00000002"]]
+
+
 def test_a_status_is_the_last_word_and_fits_its_file(tmp_path: Path) -> None:
     """Names that are many or odd are shortened, what is damaged is nothing, and the oldest comes first."""
     leave_word(tmp_path, 3)

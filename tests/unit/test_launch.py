@@ -56,6 +56,19 @@ def test_a_rank_that_raises_is_named_with_its_trace(tmp_path: Path) -> None:
     assert "ZeroDivisionError" in (tmp_path / "rank-1.log").read_text()
 
 
+def run_out_of_memory(world: Any) -> None:
+    raise MemoryError("no room for 8 bytes")
+
+
+def test_a_rank_without_memory_is_told_what_to_change() -> None:
+    with pytest.raises(
+        RankFailedError, match=r"rank 0 on .* ran out of memory: MemoryError: no room"
+    ) as caught:
+        launch(run_out_of_memory, 1, deadline_s=60)
+
+    assert caught.value.remedy.startswith("Lower parallel.tokens_per_rank")
+
+
 def raise_ours(world: Any) -> None:
     raise SampleTooLongError(3, 100, 10, world.size)
 

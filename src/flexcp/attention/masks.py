@@ -109,10 +109,15 @@ def cut_by_sample(layout: Layout, members: tuple[int, ...]) -> list[tuple[Piece,
 
 @lru_cache(maxsize=1024)
 def _held_by_sample(layout: Layout, members: tuple[int, ...]) -> dict[int, list[Held]]:
+    """Neighbours that follow each other are one: of all members, a sample is a single run of rows."""
     held: dict[int, list[Held]] = {}
     row = 0
     for piece, _ in cut_by_sample(layout, members):
-        held.setdefault(piece.index, []).append(Held(piece.start, piece.stop, row))
+        runs_of_sample = held.setdefault(piece.index, [])
+        if runs_of_sample and runs_of_sample[-1].stop == piece.start:
+            runs_of_sample[-1] = runs_of_sample[-1]._replace(stop=piece.stop)
+        else:
+            runs_of_sample.append(Held(piece.start, piece.stop, row))
         row += piece.rows
     return held
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flexcp.attention.masks import Tile, cut_by_sample, make_tiles
@@ -76,12 +78,13 @@ def rows_by_sample(layout: Layout, members: tuple[int, ...], device: torch.devic
     >>> rows_by_sample(layout, (0, 1), torch.device("cpu"))[0].tolist()
     [0, 1, 6, 7]
     """
-    ranges: dict[int, list[Tensor]] = {member: [torch.arange(0)] for member in members}
+    ranges: dict[int, list[NDArray[np.int64]]] = {member: [np.arange(0)] for member in members}
     row = 0
     for piece, member in cut_by_sample(layout, members):
-        ranges[member].append(torch.arange(row, row + piece.rows))
+        ranges[member].append(np.arange(row, row + piece.rows))
         row += piece.rows
-    return {member: upload(torch.cat(parts), device) for member, parts in ranges.items()}
+    rows = {member: torch.from_numpy(np.concatenate(parts)) for member, parts in ranges.items()}
+    return {member: upload(of_member, device) for member, of_member in rows.items()}
 
 
 class Traffic(NamedTuple):
