@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from flexcp.core.errors import ConfigError, DataError, RankFailedError, SampleTo
 from flexcp.runtime import launch as launch_module
 from flexcp.runtime.collectives import on_first_rank, peers_in_reach
 from flexcp.runtime.launch import launch, under_torchrun
+from flexcp.runtime.rendezvous import store_of_this_start
 from flexcp.runtime.transport import Transport
 
 
@@ -193,3 +195,31 @@ def test_all_ranks_hear_what_stopped_the_first() -> None:
     assert (first[2], second[2]) == ("RunError: ValueError: odd", "RunError: ValueError: odd")
     assert first[3].startswith("DataError: ééé")
     assert second[3].startswith("DataError: ééé")
+
+
+def start_ranks(store: dist.Store, size: int) -> list[dist.Store]:
+    """What all ranks of one start, as threads, agree on."""
+    with ThreadPoolExecutor(size) as pool:
+        ranks = [pool.submit(store_of_this_start, store, rank, size, 20.0) for rank in range(size)]
+        return [rank.result() for rank in ranks]
+
+
+def test_a_start_does_not_read_what_an_earlier_one_left() -> None:
+    """torchrun keeps its store over restarts: three ranks, two of them again, and the three once more."""
+    shared = dist.HashStore()
+    starts = []
+    for size in (3, 2, 3):
+        stores = start_ranks(shared, size)
+        assert not stores[-1].check(["address"])
+        stores[0].set("address", str(size))
+        assert [store.get("address") for store in stores] == [str(size).encode()] * size
+        starts.append(stores[0])
+
+    assert [store.get("address") for store in starts] == [b"3", b"2", b"3"]
+
+
+def test_a_start_that_a_rank_never_comes_to_ends_with_a_sentence() -> None:
+    with pytest.raises(RankFailedError, match="not all ranks came to the start"):
+        store_of_this_start(dist.HashStore(), 0, 2, timeout_s=0.2)
+    with pytest.raises(RankFailedError, match="not all ranks came to the start"):
+        store_of_this_start(dist.HashStore(), 1, 2, timeout_s=0.2)

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous as store_at
 
 from flexcp.core.errors import ConfigError, FlexCPError, InputError, RankLostError, RunError
 from flexcp.runtime.rank_process import (
@@ -36,6 +37,7 @@ from flexcp.runtime.rank_process import (
     result_of,
     watch,
 )
+from flexcp.runtime.rendezvous import store_of_this_start
 from flexcp.runtime.status import last_words, leave_word
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -78,19 +80,23 @@ def joined_world(
     `share_devices` several ranks may compute on one device; they talk through the host (gloo), slowly.
     """
     local_rank, local_size = rank, size
-    if rendezvous is None:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    timeout = timedelta(seconds=timeout_s)
+    if rendezvous is not None:
+        store, _, _ = next(store_at(f"file://{rendezvous}", rank, size))
+    else:
+        local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        shared, rank, size = next(store_at("env://", timeout=timeout))
+        store = store_of_this_start(shared, rank, size, timeout_s)
     device = _device(local_rank, share_devices=share_devices)
     over_host = device.type == "cpu" or share_devices
     backend = "gloo" if over_host else None  # None: torch picks by device (NCCL, HCCL, …)
     dist.init_process_group(
         backend,
-        init_method=f"file://{rendezvous}" if rendezvous is not None else "env://",
+        store=store,
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
         device_id=None if over_host else device,
     )
     yield World(rank, size, local_size, device)
