@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.models import VOCAB, ListDataset, relative_error, tiny_model
 from torch import nn
 from transformers import LlamaConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, StaticCache
 
+import flexcp
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import UnsupportedError
 from flexcp.core.model_shape import ModelShape
@@ -24,6 +26,7 @@ from flexcp.integrations.transformers import blocks_of, disable, enable, is_enab
 from flexcp.integrations.transformers.config import SUPPORTED_MODELS, check_supported
 from flexcp.integrations.transformers.hooks import checkpoint_layers
 from flexcp.runtime.batches import make_micro_batch
+from flexcp.runtime.sharding import shard, sharding_of
 from flexcp.runtime.transport import Transport
 
 LENGTHS = [9, 1, 14]
@@ -110,6 +113,39 @@ def test_a_rank_holds_fewer_rows_than_the_pack() -> None:
         assert max(rows) <= -(-54 // degree)
         assert sum(rows) == 54
         assert [micro.inputs["flexcp"].calls for micro in micros] == [2] * degree  # once a layer
+
+
+def test_positions_restart_in_every_document() -> None:
+    """D16: two documents of 4 tokens on 2 ranks: each has rows of both, by the positions of its document."""
+    micros = one_pack(tiny_model(), ListDataset([4, 4], unlabelled=()), range(2), 2).micros
+    assert [micro.inputs["position_ids"].tolist() for micro in micros] == [[[0, 3, 0, 3]], [[1, 2, 1, 2]]]
+
+
+def test_a_compiled_wrapper_is_looked_into(transport: Transport) -> None:
+    """Else DDP would average gradients in the middle of a step, under a reduction of our own."""
+    wrapped = shard(tiny_model(), "ddp")
+    compiled = torch.compile(wrapped, backend="eager")
+    sharding = sharding_of(compiled)  # type: ignore[arg-type]
+    sharding.begin()
+    assert wrapped.require_backward_grad_sync is False
+    assert is_enabled(compiled) is False  # type: ignore[arg-type]
+
+
+def test_nothing_private_of_transformers_is_imported() -> None:
+    """D65: names that begin with an underscore, and modules that transformers moves about, may go any day."""
+    root = Path(flexcp.__file__).parent
+    imported = set()
+    for path in [*root.glob("integrations/transformers/*.py"), *root.glob("train/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+            if module.split(".")[0] in ("transformers", "trl", "peft"):
+                imported.update((module, alias.name) for alias in node.names)
+    assert {module for module, _ in imported} == {
+        "transformers",
+        "transformers.modeling_outputs",
+    }  # documented
+    assert all(name[0] != "_" for _, name in imported)
+    assert len(imported) > 5
 
 
 class _OwnAttention(nn.Module):

@@ -80,6 +80,7 @@ def sharding_of(model: nn.Module) -> Sharding:
     Raises:
         ConfigError: the wrapping does something in the middle of a step that free-running ranks cannot.
     """
+    model = getattr(model, "_orig_mod", model)  # what torch.compile has put around it
     if isinstance(model, FSDPModule):
         return GatheredOnce(model)
     if isinstance(model, DistributedDataParallel):
