@@ -91,15 +91,23 @@ def test_noise_in_one_sample_leaves_the_next_as_it_was(family: str) -> None:
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointed_layers_give_the_same_gradients(family: str, use_reentrant: bool) -> None:
     """Both kinds recompute a layer, its messages included, before they run its backward."""
-    model = tiny_model(family)
-    model.config.output_router_logits = False  # which the reentrant kind cannot train
-    expected = one_pack(model, DATA, EVERY, 3)
+    plain = tiny_model(family)
+    plain.config.output_router_logits = False  # which the reentrant kind cannot train
+    model = copy.deepcopy(plain)
     checkpoint_layers(model, use_reentrant=use_reentrant)
-    stepped = one_pack(model, DATA, EVERY, 3)
+    few = ListDataset([1, 5], unlabelled=())  # which leave a member of seven without rows
+    cases: list[tuple[ListDataset, int, ExchangeKind]] = [
+        (DATA, 3, "ring"),
+        (DATA, 2, "all-to-all"),
+        (few, 7, "gather"),
+    ]
+    for data, degree, kind in cases:
+        expected = one_pack(plain, data, range(len(data)), degree, kind)
+        stepped = one_pack(model, data, range(len(data)), degree, kind)
 
-    assert [micro.inputs["flexcp"].calls for micro in stepped.micros] == [4] * 3  # twice a layer
-    for name, grad in stepped.grads.items():
-        assert torch.equal(grad, expected.grads[name]), name
+        assert [m.inputs["flexcp"].calls for m in stepped.micros] == [4] * degree  # twice a layer
+        for name, grad in stepped.grads.items():
+            assert torch.equal(grad, expected.grads[name]), name
 
 
 def test_a_shape_counts_the_weights_of_the_model() -> None:

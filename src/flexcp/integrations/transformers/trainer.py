@@ -42,7 +42,7 @@ class Groups:
 
     Attributes:
         tokens_per_rank: tokens that a rank holds at once; None counts them from the memory of `hardware`.
-        hardware: a preset of `flexcp.hardware`, or the .json of `flexcp profile`.
+        hardware: a preset of `flexcp.hardware`, or the .json of `flexcp profile`; needed except on CPU.
         policy: how steps are planned.
         ranks_per_node: ranks of a machine.
         whole_below_tokens: shorter samples are never cut; None for the planner's own choice.
@@ -51,7 +51,7 @@ class Groups:
     """
 
     tokens_per_rank: int | None = None
-    hardware: str = "cpu"
+    hardware: str | None = None
     policy: str = "flexcp"
     ranks_per_node: int = 8
     whole_below_tokens: int | None = None
@@ -141,6 +141,11 @@ class _Flexible:
                     f"{name} is given, and no rank holds the logits of a whole sample",
                     "Leave it out; the loss is that of the targets.",
                 )
+        if self._groups.hardware is None and self.args.device.type != "cpu":
+            raise ConfigError(
+                f"the ranks are of type {self.args.device.type!r}, and no hardware is named",
+                'For example groups=Groups(hardware="h100"), or the .json of `flexcp profile`.',
+            )
         if self.args.n_gpu > 1:
             raise UnsupportedError(
                 f"one process has {self.args.n_gpu} devices", "Start one process a device, with torchrun."
@@ -282,7 +287,7 @@ class _Flexible:
             )
         groups, world = self._groups, dist.get_world_size()
         shape = shape_of(text_config(inner_model(model).config))
-        hardware = hardware_at(groups.hardware)
+        hardware = hardware_at(groups.hardware or "cpu")
         checkpointing = _recomputes(self.args)
         budget = groups.tokens_per_rank or tokens_per_rank(
             shape, hardware, world, sharding="ddp", checkpointing=checkpointing
