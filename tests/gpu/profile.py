@@ -17,13 +17,13 @@ from tests.gpu.common import Place, Row
 
 DEADLINE_S = 200.0
 _MODELS = {
-    True: {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-           "head_dim": 16, "intermediate_size": 128, "vocab_size": 128},
+    True: {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+           "head_dim": 64, "intermediate_size": 512, "vocab_size": 128},
     False: {"hidden_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 8,
             "head_dim": 128, "intermediate_size": 6144, "vocab_size": 16_384},
 }  # fmt: skip
 _UNSEEN = {
-    True: [(300, 1, 1), (700, 3, 2)],
+    True: [(200, 1, 1), (300, 3, 2)],
     False: [(3000, 1, 1), (6000, 5, 1), (12_000, 1, 3), (10_000, 2, 5), (20_000, 3, 7), (24_000, 1, 1)],
 }  # tokens, samples, degree
 
@@ -50,8 +50,8 @@ def profile_here(world: Any, place: Place) -> tuple[Profiled, list[tuple[str, fl
             world,
             bench,
             subject,
-            longest_tokens=512 if place.quick else 32_768,
-            budget_s=15.0 if place.quick else 80.0,
+            longest_tokens=256 if place.quick else 32_768,
+            budget_s=40.0 if place.quick else 80.0,
         )
         nothing = Link(1e18, 0.0)  # a rank alone sends nothing
         cost = replace(found.calibration.cost, intra=nothing, inter=nothing)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from flexcp.attention.kernels import CpuKernel
 from flexcp.cost.calibration import read_calibration
 from flexcp.cost.measurements import read_measurements
 
@@ -49,6 +52,23 @@ def test_a_section_that_fails_is_a_row_and_the_exit_code(
     assert "kernels  FAILED  RuntimeError: no such kernel" in log
     assert "error    FAILED  nan" in log
     assert log.strip().endswith("2 failed")
+
+
+def test_a_kernel_that_is_a_little_wrong_is_a_failed_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row an entry, with its worst error."""
+    from tests.gpu import kernels
+    from tests.gpu.common import Place
+
+    class Off(CpuKernel):
+        def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+            dq, dk, dv = super().backward(*args)
+            return dq, dk * (1 + 1e-4), dv
+
+    entries = [("right", CpuKernel(), torch.float32, (16,)), ("off", Off(), torch.float32, (16,))]
+    monkeypatch.setattr(kernels, "entries", lambda place: iter(entries))
+    rows = kernels.check_kernels(Place(torch.device("cpu"), quick=True))
+    assert [row.ok for row in rows] == [True, True, True, False]
+    assert rows[-1].value.startswith("1.0e-04")
 
 
 @pytest.mark.gpu
