@@ -19,15 +19,17 @@ from tests.harness import run_ranks
 def profile_alone(world: Any) -> Calibration:
     """A calibration of a tiny model."""
     from flexcp.integrations.transformers import enable, shape_of
+    from flexcp.profiler import session
     from flexcp.profiler.measure import Bench
-    from flexcp.profiler.session import Subject, profile
     from tests.models import VOCAB, tiny_model
 
+    torch.set_num_threads(1)  # two would wait for each other on a busy machine
+    session._MOST_ROUNDS = 3
     model = tiny_model()
-    subject = Subject(shape_of(model.config), checkpointing=False, element_bytes=4)
+    subject = session.Subject(shape_of(model.config), checkpointing=False, element_bytes=4)
     with enable(model):
         bench = Bench(model, VOCAB, world)
-        return profile(world, bench, subject, longest_tokens=1024, budget_s=25.0).calibration
+        return session.profile(world, bench, subject, longest_tokens=1024, budget_s=75.0).calibration
 
 
 def test_a_rank_alone_measures_all_but_links() -> None:

@@ -26,6 +26,8 @@ def main(arguments: list[str]) -> int:
     options = _options(arguments)
     device = _device(options.device)
     place = Place(device, options.quick)
+    if place.is_cpu:
+        torch.set_num_threads(1)  # more would wait for each other on a busy machine
     options.out.mkdir(parents=True, exist_ok=True)
     log = options.out / "check.log"
     log.write_text("", encoding="utf-8")

@@ -41,6 +41,8 @@ def profile_here(world: Any, place: Place) -> tuple[Profiled, list[tuple[str, fl
     from flexcp.profiler.measure import Bench, Cell
     from flexcp.profiler.session import Subject, profile
 
+    if place.is_cpu:
+        torch.set_num_threads(1)  # more would wait for each other on a busy machine
     model = model_of(place)
     cast = None if place.is_cpu else torch.bfloat16
     subject = Subject(shape_of(model.config), checkpointing=False, element_bytes=2 if cast else 4)

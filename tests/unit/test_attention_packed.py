@@ -35,6 +35,7 @@ from flexcp.attention.kernels import (
 )
 from flexcp.attention.kernels.schema import mismatch
 from flexcp.attention.masks import Tile, make_tiles
+from flexcp.attention.upload import upload
 from flexcp.core.layout import make_layout, windowed
 from flexcp.core.plan import ExchangeKind
 from flexcp.core.sample import Sample, samples_from_lengths
@@ -414,3 +415,20 @@ def test_a_log_sum_exp_of_another_shape_is_refused(flash_calls: Sequences) -> No
         patch.setattr(flash.torch.ops, "aten", RowsFirst)
         with pytest.raises(UnsupportedError, match=r"a log-sum-exp \(6, 2\) for 6 rows and 2 heads"):
             FlashKernel().forward(q, k, v, True, 0.3)
+
+
+def test_tables_are_uploaded_without_a_wait_of_the_host() -> None:
+    """From pinned memory, and not waited for; on the CPU there is nothing to do."""
+
+    class Table:
+        pinned = False
+
+        def pin_memory(self) -> Table:
+            self.pinned = True
+            return self
+
+        def to(self, device: torch.device, *, non_blocking: bool = False) -> tuple[str, bool, bool]:
+            return device.type, self.pinned, non_blocking
+
+    assert upload(Table(), torch.device("cuda", 0)) == ("cuda", True, True)  # type: ignore[arg-type]
+    assert upload(Table(), CPU) == ("cpu", False, False)  # type: ignore[arg-type]
