@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,22 @@ from flexcp.cost.measurements import read_measurements
 SCRIPT = Path(__file__).parent / "check.sh"
 
 
+NO_PYDANTIC = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "pydantic":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Refuse())
+"""
+
+
 def test_the_script_works_on_a_cpu(tmp_path: Path) -> None:
-    """Every section, small; the table comes last, and what it writes can be read."""
+    """Every section, small, where nothing was installed for it; what it writes can be read."""
+    (tmp_path / "sitecustomize.py").write_text(NO_PYDANTIC)
     command = ["bash", str(SCRIPT), "--device", "cpu", "--quick", "--out", str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHON": sys.executable}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
 
     assert ran.returncode == 0, ran.stdout + ran.stderr
     lines = ran.stdout.splitlines()
