@@ -38,17 +38,19 @@ def model_of(place: Place) -> Any:
 def profile_here(world: Any, place: Place) -> tuple[Profiled, list[tuple[str, float]]]:
     """The calibration, then measured over predicted for shapes that no task of it had."""
     from flexcp.integrations.transformers import enable, shape_of
+    from flexcp.profiler import session
     from flexcp.profiler.measure import Bench, Cell
-    from flexcp.profiler.session import Subject, profile
 
+    if place.quick:
+        session._MOST_ROUNDS = 3
     if place.is_cpu:
         torch.set_num_threads(1)  # more would wait for each other on a busy machine
     model = model_of(place)
     cast = None if place.is_cpu else torch.bfloat16
-    subject = Subject(shape_of(model.config), checkpointing=False, element_bytes=2 if cast else 4)
+    subject = session.Subject(shape_of(model.config), checkpointing=False, element_bytes=2 if cast else 4)
     with enable(model):
         bench = Bench(model, model.config.vocab_size, world, cast)
-        found = profile(
+        found = session.profile(
             world,
             bench,
             subject,
