@@ -84,6 +84,18 @@ def tiny_vision_config(family: str, **text: Any) -> Any:
     )
 
 
+def run_vision_config(family: str) -> Any:
+    """The same for data from disk, whose text is bytes: special tokens lie behind them."""
+    config = tiny_vision_config(family, vocab_size=300)
+    config.image_token_id, config.tie_word_embeddings = 290, False
+    if family == "qwen3_vl":
+        config.video_token_id, config.vision_start_token_id, config.vision_end_token_id = 291, 292, 293
+        config.vision_config.patch_size = 8
+    if family == "gemma3":
+        config.boi_token_index, config.eoi_token_index = 292, 293
+    return config
+
+
 def tiny_vision_model(family: str, **text: Any) -> Any:
     """A model of a few thousand weights, the same on every call."""
     torch.manual_seed(7)

@@ -50,6 +50,9 @@ class DataSection(_Section):
     text_column: str = "text"
     chat_column: str | None = Field(default=None, description="of lists of messages, read instead of text")
     learn: Literal["assistant", "all"] = Field(default="assistant", description="what of a chat is learned")
+    image_column: str | None = Field(
+        default=None, description="images of a row (paths or bytes), for a vision-language model"
+    )
     tokenizer: str = Field(
         default="bytes",
         description="bytes, bpe:<vocab> (trained on the data), a file or its folder; unset: pretrained's own",

@@ -6,35 +6,55 @@ import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flexcp.core.errors import ConfigError
+from flexcp.core.images import RowsOfImages
+from flexcp.core.sample import Sample
 from flexcp.runtime.collectives import on_first_rank
 from flexcp.train.config import DataSection
 from flexcp.train.data.dataset import TextDataset, open_dataset, open_documents, open_tokenizer
 from flexcp.train.data.documents import Documents, Skipped
+from flexcp.train.data.pictures import ImageFormat, PictureDataset, PictureRows, open_picture_index
 from flexcp.train.data.tokenizers import train_bpe
 
 STDLIB = "@stdlib"
 Progress = Callable[[str, int, int], None]
 Capacity = Callable[[int], int]
+Price = Callable[[int, RowsOfImages], Sample]
 
 
 class Subset:
-    """Some samples of a data set, as a data set."""
+    """Some samples of a data set, as a data set.
 
-    def __init__(self, dataset: TextDataset, indices: npt.NDArray[np.int64]) -> None:
+    Args:
+        dataset: all of them.
+        indices: which.
+        price: how the planner sees a sample with images; None for text.
+    """
+
+    def __init__(
+        self, dataset: TextDataset, indices: npt.NDArray[np.int64], price: Price | None = None
+    ) -> None:
         self.lengths = dataset.lengths[indices]
         self._dataset = dataset
         self._indices = indices
+        self._price = price
 
     def __len__(self) -> int:
         return len(self._indices)
 
-    def __getitem__(self, index: int) -> dict[str, npt.NDArray[np.int64]]:
+    def __getitem__(self, index: int) -> dict[str, npt.NDArray[Any]]:
         return self._dataset[int(self._indices[index])]
+
+    def sample(self, index: int) -> Sample:
+        """As the planner sees it."""
+        if self._price is None or not isinstance(self._dataset, PictureDataset):
+            return Sample(index, int(self.lengths[index]))
+        return self._price(index, self._dataset.rows(int(self._indices[index])))
 
     def name(self, index: int) -> str:
         """File, and row or line."""
@@ -66,7 +86,21 @@ class Corpus:
         return max(int(self.train.lengths.max()), held_out)
 
 
-def open_corpus(section: DataSection, capacity: Capacity, seed: int, progress: Progress) -> Corpus:
+@dataclass(frozen=True)
+class Images:
+    """What the model of a run makes of images, and what they cost."""
+
+    form: ImageFormat
+    price: Price
+
+
+def open_corpus(
+    section: DataSection,
+    capacity: Capacity,
+    seed: int,
+    progress: Progress,
+    images: Images | None = None,
+) -> Corpus:
     """Open the data of a run. All ranks call it.
 
     Args:
@@ -75,9 +109,10 @@ def open_corpus(section: DataSection, capacity: Capacity, seed: int, progress: P
             where the section names no limit.
         seed: decides which samples are held out.
         progress: called on rank 0 with (what, done, in all).
+        images: of a vision-language model, where the section names a column of images.
     """
-    opened = on_first_rank(lambda: _open(section, capacity, progress), "opening the data")
-    dataset, tokenizer = opened or _open(section, capacity, lambda *_: None)
+    opened = on_first_rank(lambda: _open(section, capacity, progress, images), "opening the data")
+    dataset, tokenizer = opened or _open(section, capacity, lambda *_: None, images)
     held_out = section.eval_samples
     if held_out >= len(dataset):
         raise ConfigError(
@@ -85,9 +120,10 @@ def open_corpus(section: DataSection, capacity: Capacity, seed: int, progress: P
         )
     order = np.random.Generator(np.random.PCG64([seed, 1])).permutation(len(dataset))
     train, evaluation = np.sort(order[held_out:]), np.sort(order[:held_out])
+    price = images.price if images else None
     return Corpus(
-        train=Subset(dataset, train),
-        evaluation=Subset(dataset, evaluation) if held_out else None,
+        train=Subset(dataset, train, price),
+        evaluation=Subset(dataset, evaluation, price) if held_out else None,
         vocab=dataset.tokenizer.vocab_size,
         tokenizer=None if tokenizer == "bytes" else Path(tokenizer),
         identity={**dataset.identity, "samples held out": str(held_out)},
@@ -95,7 +131,9 @@ def open_corpus(section: DataSection, capacity: Capacity, seed: int, progress: P
     )
 
 
-def _open(section: DataSection, capacity: Capacity, progress: Progress) -> tuple[TextDataset, str]:
+def _open(
+    section: DataSection, capacity: Capacity, progress: Progress, images: Images | None
+) -> tuple[TextDataset, str]:
     path, pattern, exclude = section.path, section.pattern, section.exclude
     if path == STDLIB:
         if "pattern" in section.model_fields_set:
@@ -113,6 +151,8 @@ def _open(section: DataSection, capacity: Capacity, progress: Progress) -> tuple
             )
         documents = open_documents(path, pattern=pattern, exclude=exclude, text_column=section.text_column)
         tokenizer = str(_trained_bpe(section, documents, progress))
+    if images is not None:
+        return _open_pictures(section, tokenizer, capacity, progress, images.form), tokenizer
     dataset = open_dataset(
         path,
         tokenizer=tokenizer,
@@ -124,12 +164,45 @@ def _open(section: DataSection, capacity: Capacity, progress: Progress) -> tuple
         index_dir=section.index_dir,
         max_tokens=section.max_tokens or capacity(open_tokenizer(tokenizer).vocab_size),
         too_long=section.too_long,
-        remedy="Raise data.max_tokens"
-        if section.max_tokens
-        else "All ranks together hold no more: raise parallel.tokens_per_rank, use more ranks",
+        remedy=_remedy(section),
         progress=lambda done, total: progress("counting tokens", done, total),
     )
     return dataset, tokenizer
+
+
+def _open_pictures(
+    section: DataSection, tokenizer: str, capacity: Capacity, progress: Progress, form: ImageFormat
+) -> PictureDataset:
+    """Rows of text and images."""
+    documents = open_documents(
+        section.path, pattern=section.pattern, exclude=section.exclude, text_column=section.text_column
+    )
+    root = Path(section.path)
+    base = root if root.is_dir() else root.parent
+    rows = PictureRows(documents, section.image_column or "images", base)
+    loaded = open_tokenizer(tokenizer)
+    index = open_picture_index(
+        rows,
+        loaded,
+        form,
+        section.index_dir or base / ".flexcp",
+        lambda done, total: progress("reading sizes of images", done, total),
+    )
+    return PictureDataset(
+        rows,
+        loaded,
+        form,
+        index,
+        max_tokens=section.max_tokens or capacity(loaded.vocab_size),
+        too_long=section.too_long,
+        remedy=_remedy(section),
+    )
+
+
+def _remedy(section: DataSection) -> str:
+    if section.max_tokens:
+        return "Raise data.max_tokens"
+    return "All ranks together hold no more: raise parallel.tokens_per_rank, use more ranks"
 
 
 def _trained_bpe(section: DataSection, documents: Documents, progress: Progress) -> Path:

@@ -7,10 +7,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    Qwen3Config,
+)
 
 from flexcp.core.errors import ConfigError
-from flexcp.integrations.transformers.config import check_supported
+from flexcp.integrations.transformers.config import check_supported, text_config
 from flexcp.integrations.transformers.hooks import checkpoint_layers
 from flexcp.train.config import ModelSection, RunSection
 
@@ -31,9 +37,10 @@ def model_config(section: ModelSection, vocab: int, max_tokens: int) -> Any:
                 "Give a folder with a config.json.",
             ) from error
         check_supported(config)
-        if config.vocab_size < vocab:
+        rows = text_config(config).vocab_size
+        if rows < vocab:
             raise ConfigError(
-                f"the tokenizer has {vocab} tokens, the model's vocabulary only {config.vocab_size}",
+                f"the tokenizer has {vocab} tokens, the model's vocabulary only {rows}",
                 "Use the tokenizer that belongs to the model.",
             )
         return config
@@ -64,7 +71,7 @@ def build_model(
     """
     torch.manual_seed(run.seed)
     loaded = None if pretrained is None else _loaded(pretrained, config)
-    model: Any = loaded or AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model: Any = loaded or _kind(config).from_config(config)
     model.to(device=device, dtype=torch.float64 if run.dtype == "fp64" else torch.float32)
     if run.gradient_checkpointing:
         checkpoint_layers(model)
@@ -72,9 +79,14 @@ def build_model(
     return trained
 
 
+def _kind(config: Any) -> Any:
+    """What builds the model: one that sees images has its text model inside."""
+    return AutoModelForCausalLM if text_config(config) is config else AutoModelForImageTextToText
+
+
 def _loaded(folder: Path, config: Any) -> Any:
     """Weights from safetensors alone: nothing in them can run."""
-    load: Any = AutoModelForCausalLM.from_pretrained
+    load: Any = _kind(config).from_pretrained
     try:
         model, report = load(
             str(folder), config=config, local_files_only=True, use_safetensors=True, output_loading_info=True

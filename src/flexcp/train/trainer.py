@@ -40,8 +40,9 @@ from flexcp.runtime.launch import World, num_cores
 from flexcp.runtime.sharding import shard
 from flexcp.runtime.signals import StopOnSignal
 from flexcp.train.config import OptimizerSection, TrainConfig, flattened
-from flexcp.train.corpus import Corpus, open_corpus
+from flexcp.train.corpus import Corpus, Images, open_corpus
 from flexcp.train.export import save_pretrained
+from flexcp.train.images import model_images, price_of
 from flexcp.train.model import build_model, compute_dtype, model_config
 from flexcp.train.outputs import Outputs
 from flexcp.train.utilization import Utilization, peak_flops_per_s
@@ -86,7 +87,7 @@ def train(
     shown = world.rank == 0 and not quiet
     with Outputs(config, first_step, rank=world.rank, shown=shown) as outputs:
         capacity = partial(_capacity_tokens, config, world)
-        corpus = open_corpus(config.data, capacity, run.seed, outputs.progress)
+        corpus = open_corpus(config.data, capacity, run.seed, outputs.progress, _images(config))
         planner, model = _build(config, corpus, world)
         optimizer = _optimizer(model, config.optimizer)
         schedule = LambdaLR(optimizer, partial(learning_rate_factor, config.optimizer, run.steps))
@@ -248,6 +249,27 @@ def learning_rate_factor(section: OptimizerSection, steps: int, step: int) -> fl
     progress = min(1.0, (step - section.warmup_steps) / max(1, steps - section.warmup_steps))
     cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
     return section.min_lr_ratio + (1.0 - section.min_lr_ratio) * cosine
+
+
+def _images(config: TrainConfig) -> Images | None:
+    """What the model makes of images, where the data has some."""
+    if config.data.image_column is None:
+        return None
+    folder = config.model.pretrained or config.model.config
+    if folder is None:
+        raise ConfigError(
+            "data.image_column is given, and neither model.pretrained nor model.config",
+            "Name the folder of a vision-language model, or leave data.image_column out.",
+        )
+    if config.data.chat_column is not None:
+        raise ConfigError(
+            "data.image_column and data.chat_column are both given",
+            "Images stand in plain text only: write the chat as text, with <image> in it.",
+        )
+    hf_config = model_config(config.model, 1, 1)
+    checkpointing = config.run.gradient_checkpointing
+    price = price_of(hf_config, hardware_at(config.parallel.hardware), checkpointing=checkpointing)
+    return Images(model_images(hf_config, folder), price)
 
 
 def _capacity_tokens(config: TrainConfig, world: World, vocab: int) -> int:

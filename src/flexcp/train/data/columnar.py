@@ -53,7 +53,7 @@ class Parquet:
                 self._groups.append((file, group))
                 counts.append(metadata.row_group(group).num_rows)
         self._firsts = first_indices(counts)
-        self._kept: OrderedDict[int, Any] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, str], Any] = OrderedDict()
         self._lock = Lock()
 
     def __len__(self) -> int:
@@ -61,7 +61,13 @@ class Parquet:
 
     def __getitem__(self, index: int) -> str | None:
         group, row = locate(self._firsts, index)
-        return _text(self._read(group), row, self.name(index), self._as_document)
+        return _text(self._read(group, self._column), row, self.name(index), self._as_document)
+
+    def value(self, index: int, column: str) -> object:
+        """What another column of the row holds."""
+        group, row = locate(self._firsts, index)
+        value: object = self._read(group, column)[row].as_py()
+        return value
 
     def name(self, index: int) -> str:
         """File and row in it, from 0."""
@@ -74,16 +80,18 @@ class Parquet:
         """Of the files and the column."""
         return fingerprint_files("parquet", self.files, self._column)
 
-    def _read(self, group: int) -> Any:
+    def _read(self, group: int, column: str) -> Any:
+        key = group, column
         with self._lock:
-            if group not in self._kept:
+            if key not in self._kept:
                 file, number = self._groups[group]
-                table = self._open(self._paths[file]).read_row_group(number, columns=[self._column])
-                self._kept[group] = table.column(0)
+                opened = self._open(self._paths[file])
+                _check_column(self._paths[file], opened.schema_arrow.names, column)
+                self._kept[key] = opened.read_row_group(number, columns=[column])[column]
                 if len(self._kept) > _KEPT_GROUPS:
                     self._kept.popitem(last=False)
-            self._kept.move_to_end(group)
-            return self._kept[group]
+            self._kept.move_to_end(key)
+            return self._kept[key]
 
     def _open(self, path: Path) -> Any:
         arrow = _library()
@@ -174,7 +182,7 @@ def _check_column(path: Path, names: Sequence[str], column: str) -> None:
     if column not in names:
         raise DataError(
             f"{path} has no column {column!r}; it has: {', '.join(names)}",
-            "Name the column that holds the text (text_column).",
+            "Name the column that is meant (text_column, image_column).",
         )
 
 

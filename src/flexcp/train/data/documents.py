@@ -25,6 +25,8 @@ _CHUNK_BYTES = 1 << 24
 # How many of the things skipped are named.
 NAMED = 3
 
+_OPTION = {"text": "text_column", "images": "image_column"}
+
 
 class FileStamp(NamedTuple):
     """A file as it was when the documents were opened; `name` is relative to what was opened."""
@@ -133,23 +135,33 @@ class JsonLines:
         return int(self._firsts[-1])
 
     def __getitem__(self, index: int) -> str | None:
+        line = self._line(index)
+        text = self._read(self._value(index, line, self._column, "text"), self.name(index))
+        return None if text is not None and b"\\u" in line and _has_surrogates(text) else text
+
+    def value(self, index: int, column: str) -> object:
+        """What another key of the line holds."""
+        return self._value(index, self._line(index), column, "images")
+
+    def _line(self, index: int) -> bytes:
         file, row = locate(self._firsts, index)
         start, stop, _ = self._lines[file][row]
         with _open(self._paths[file]) as stream:
             stream.seek(start)
-            line = stream.read(stop - start)
+            return stream.read(stop - start)
+
+    def _value(self, index: int, line: bytes, key: str, what: str) -> object:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
             raise DataError(f"{self.name(index)} is not JSON", "Give one JSON object a line.") from None
-        if not isinstance(record, dict) or self._column not in record:
+        if not isinstance(record, dict) or key not in record:
             names = ", ".join(record) if isinstance(record, dict) else "no object there"
             raise DataError(
-                f"{self.name(index)} has no key {self._column!r}; it has: {names}",
-                "Name the key that holds the text (text_column).",
+                f"{self.name(index)} has no key {key!r}; it has: {names}",
+                f"Name the key that holds the {what} ({_OPTION[what]}).",
             )
-        text = self._read(record[self._column], self.name(index))
-        return None if text is not None and b"\\u" in line and _has_surrogates(text) else text
+        return record[key]
 
     def name(self, index: int) -> str:
         """File and line number."""

@@ -1,0 +1,138 @@
+"""What the model of a run makes of images: its processor's arithmetic, its tokens, and its pixels.
+
+The processors are those of transformers that need neither torchvision nor a download. Their settings are in
+the `preprocessor_config.json` beside the model's config, or follow from the config.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcp.core.errors import ConfigError
+from flexcp.core.images import FixedSize, ImageRule, RowsOfImages, SmartResize, Tiles
+from flexcp.core.sample import Sample
+from flexcp.cost.encoder import image_sample
+from flexcp.cost.presets import Hardware
+from flexcp.integrations.transformers import shape_of
+
+
+@dataclass(frozen=True)
+class ModelImages:
+    """Implements `data.pictures.ImageFormat` for one model.
+
+    Attributes:
+        rule: tokens from sizes.
+        token: stands for every feature of an image.
+        before, after: tokens around an image.
+        processor: of transformers, by PIL and numpy.
+        fingerprint: of model kind, tokens and settings.
+    """
+
+    rule: ImageRule
+    token: int
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    processor: Any
+    fingerprint: str
+
+    def pixels(self, images: Sequence[Any]) -> dict[str, npt.NDArray[Any]]:
+        """`pixel_values`, and for Qwen-VL `image_grid_thw`."""
+        out = self.processor(list(images), return_tensors="np")
+        return {name: np.asarray(out[name]) for name in ("pixel_values", "image_grid_thw") if name in out}
+
+
+def model_images(config: Any, folder: Path) -> ModelImages:
+    """What a model makes of images.
+
+    Args:
+        config: of the model.
+        folder: where its `config.json` is, or that file.
+
+    Raises:
+        ConfigError: a model without images, or settings that cannot be read.
+    """
+    path = (folder if folder.is_dir() else folder.parent) / "preprocessor_config.json"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error})", "Take it from the same model.") from error
+    makers = {"qwen3_vl": _qwen, "gemma3": _gemma, "internvl": _internvl}
+    if config.model_type not in makers:
+        raise ConfigError(
+            f"data.image_column is given, and models of type {config.model_type!r} see no images",
+            f"Such models are {', '.join(makers)}; or leave data.image_column out.",
+        )
+    rule, processor, before, after = makers[config.model_type](config, settings)
+    told = json.dumps([config.model_type, config.image_token_id, before, after, repr(rule)])
+    fingerprint = hashlib.sha256(told.encode()).hexdigest()[:16]
+    return ModelImages(rule, int(config.image_token_id), before, after, processor, fingerprint)
+
+
+def price_of(
+    config: Any, hardware: Hardware, *, checkpointing: bool
+) -> Callable[[int, RowsOfImages], Sample]:
+    """How the planner sees a sample: its length, its mask, and the work of the encoder."""
+    shape = shape_of(config)
+    return lambda index, rows: image_sample(index, rows, shape, hardware, checkpointing=checkpointing)
+
+
+_Made = tuple[ImageRule, Any, tuple[int, ...], tuple[int, ...]]
+
+
+def _qwen(config: Any, settings: dict[str, Any]) -> _Made:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    vision = config.vision_config
+    sides = {
+        "patch_size": vision.patch_size,
+        "merge_size": vision.spatial_merge_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+    }
+    # Bounds as published for Qwen3-VL, where the model says none.
+    usual = SmartResize()
+    bounds = {"shortest_edge": usual.least_pixels, "longest_edge": usual.most_pixels}
+    merged = {**sides, "size": bounds, **_known(settings, "size", "min_pixels", "max_pixels"), **sides}
+    rule = SmartResize.from_settings(merged)
+    size = {"shortest_edge": rule.least_pixels, "longest_edge": rule.most_pixels}
+    processor = Qwen2VLImageProcessorPil(**sides, size=size, **_known(settings, "image_mean", "image_std"))
+    return rule, processor, (config.vision_start_token_id,), (config.vision_end_token_id,)
+
+
+def _gemma(config: Any, settings: dict[str, Any]) -> _Made:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    vision = config.vision_config
+    if settings.get("do_pan_and_scan"):
+        raise ConfigError(
+            "preprocessor_config.json asks for do_pan_and_scan", "Set it to false: crops are not cut here."
+        )
+    rule = FixedSize(vision.image_size, vision.patch_size, config.mm_tokens_per_image)
+    size = {"height": vision.image_size, "width": vision.image_size}
+    processor = Gemma3ImageProcessorPil(size=size, **_known(settings, "image_mean", "image_std"))
+    return rule, processor, (config.boi_token_index,), (config.eoi_token_index,)
+
+
+def _internvl(config: Any, settings: dict[str, Any]) -> _Made:
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    (side, _), (patch, _) = config.vision_config.image_size, config.vision_config.patch_size
+    tokens = int((side // patch) ** 2 * config.downsample_ratio**2)
+    crop = bool(settings.get("crop_to_patches", False))
+    bounds = {"min_patches": settings.get("min_patches", 1), "max_patches": settings.get("max_patches", 12)}
+    rule = Tiles(side, patch, tokens, bounds["min_patches"], bounds["max_patches"] if crop else 1)
+    size = {"height": side, "width": side}
+    statistics = _known(settings, "image_mean", "image_std")
+    processor = GotOcr2ImageProcessorPil(size=size, crop_to_patches=crop, **bounds, **statistics)
+    return rule, processor, (), ()
+
+
+def _known(settings: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: settings[name] for name in names if settings.get(name) is not None}
