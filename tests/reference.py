@@ -27,7 +27,7 @@ T = TypeVar("T")
 def dense_mask(samples: Sequence[Sample], window: int | None = None) -> Tensor:
     """Who attends to whom in a whole pack, [T, T] of bool, from the definition of a Sample alone.
 
-    A window hides from a row what lies `window` rows and more before it, unless both are in one span.
+    A window hides from a row what lies `window` rows and more before it, in a span or not.
     """
     total = sum(sample.tokens for sample in samples)
     mask = torch.zeros(total, total, dtype=torch.bool)
@@ -35,10 +35,10 @@ def dense_mask(samples: Sequence[Sample], window: int | None = None) -> Tensor:
     for sample in samples:
         block = mask[first : first + sample.tokens, first : first + sample.tokens]
         block |= torch.ones_like(block).tril()
-        if window is not None:
-            block &= torch.ones_like(block).triu(1 - window)
         for a, b in sample.spans:
             block[a:b, a:b] = True
+        if window is not None:
+            block &= torch.ones_like(block).triu(1 - window)
         first += sample.tokens
     return mask
 

@@ -29,7 +29,7 @@ CUT_IMAGE = [[3, ("image", 8, 8), 2]]  # most of it is one image, which all rank
 MANY_FRAMES = [[2, ("video", 40, 1, 2), 5], [1, ("image", 2, 2), 30]]
 TEXT = [[40], [7], [65]]
 PAIR = [[6, ("image", 3, 5), 9, ("image", 2, 2), 7], [4, ("image", 4, 4), 20]]
-LR, STEPS = 0.03, 20
+LR, STEPS = 1e-3, 20
 
 
 class Together:

@@ -213,3 +213,18 @@ def test_encoders_keep_their_own_attention() -> None:
         assert model.config.text_config._attn_implementation == "flexcp"
         assert model.config.vision_config._attn_implementation == "sdpa"
     assert model.config.text_config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_older_transformers_is_refused(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take the keyword for one of attention's and drop the features."""
+    model = tiny_vision_model(family)
+
+    def forward(self: Any, input_ids: Any, pixel_values: Any = None, **keywords: Any) -> None: ...
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "forward", forward)
+        with pytest.raises(UnsupportedError, match="takes no images that are encoded already"):
+            enable(model)
+    with enable(model):
+        pass

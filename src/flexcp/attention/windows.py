@@ -89,20 +89,18 @@ def make_bands(
 ) -> Iterator[Band]:
     """The bands of one sample; `own` says that the keys hold the queries' own positions.
 
-    A row of a full-attention span sees its window and the whole span.
+    The window bounds what lies before a row: a row of a full-attention span sees to the end of the span, but
+    no further back than any other (so do the models that have both: Gemma 3).
     """
     edges = {edge for piece in keys for edge in (piece.start, piece.stop)}
     for held in queries:
         for start, stop, span in runs(sample, held.start, held.stop):
-            # Rows at which the far end of the window passes an edge of what is held, or enters the span.
-            turns = edges | ({span[0]} if span else set())
-            cuts = {edge + window - 1 for edge in turns}
+            # Rows at which the far end of the window passes an edge of what is held.
+            cuts = {edge + window - 1 for edge in edges}
             bounds = sorted({start, stop} | {cut for cut in cuts if start < cut < stop})
             for first, last in itertools.pairwise(bounds):
                 far = first - window + 1
-                if span:
-                    far = min(far, span[0])
-                falls = (span is None or far < span[0]) and any(p.start <= far < p.stop for p in keys)
+                falls = any(p.start <= far < p.stop for p in keys)
                 yield Band(
                     held.row + first - held.start,
                     last - first,

@@ -19,7 +19,7 @@ from flexcp.integrations.transformers.attention import flexcp_attention, flexcp_
 from flexcp.integrations.transformers.config import check_supported, text_config
 from flexcp.integrations.transformers.encoders import family_of
 from flexcp.integrations.transformers.routing import balance_loss_sum
-from flexcp.integrations.transformers.vision import vision_inputs
+from flexcp.integrations.transformers.vision import require_encoder_outputs, vision_inputs
 from flexcp.runtime.batches import TaskContext
 
 NAME = "flexcp"
@@ -57,6 +57,8 @@ class Enabled:
         AttentionInterface.register(NAME, flexcp_attention)
         AttentionMaskInterface.register(NAME, flexcp_mask)
         self._family = family_of(inner.config)
+        if self._family is not None:
+            require_encoder_outputs(inner)
         # An encoder attends within its images, by attention of its own.
         inner.set_attn_implementation(NAME if self._family is None else {"text_config": NAME})
         if self._config._attn_implementation != NAME:

@@ -7,16 +7,30 @@ positions that were counted on the whole sample.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexcp.core.errors import DataError
+from flexcp.core.errors import DataError, UnsupportedError
 from flexcp.integrations.transformers.encoders import Family, require_spans
 from flexcp.integrations.transformers.sharing import SampleImages, make_route, share_features
 from flexcp.runtime.batches import Example, TaskContext
+
+
+def require_encoder_outputs(model: Any) -> None:
+    """Models of an older transformers would drop the features in silence.
+
+    Raises:
+        UnsupportedError: the forward of the model does not take features that are encoded already.
+    """
+    if "mm_encoder_outputs" not in inspect.signature(type(model).forward).parameters:
+        raise UnsupportedError(
+            f"{type(model).__name__} of this transformers takes no images that are encoded already",
+            "Vision-language models need a transformers whose forward has mm_encoder_outputs (5.24 has it).",
+        )
 
 
 def vision_inputs(
