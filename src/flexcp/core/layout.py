@@ -132,7 +132,7 @@ def make_layout(samples: tuple[Sample, ...], degree: int, whole_below_tokens: in
 def windowed(layout: Layout, window: int) -> Layout:
     """The same rows, each of which sees no further back than `window` rows, its own included; cached.
 
-    Rows of a full-attention span see all of it besides.
+    Rows of a full-attention span see to the end of it, and no further back than others.
 
     Raises:
         InputError: the window holds no row.
