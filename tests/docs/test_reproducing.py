@@ -3,6 +3,7 @@
 import importlib.util
 import re
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -62,6 +63,25 @@ def test_fitted_rows_are_met_on_the_page():
     assert len(marked) == len(FITTED_MAIN) + len(FITTED_SCHEDULE) + 1
     assert len(off) == len(marked) + 1  # that of the scaling table stands in two columns
     assert max(map(abs, off)) < 1.0
+
+
+def test_prose_follows_the_tables():
+    """Who gains and who loses against a fair static layout, and what is said of single rows."""
+    table = PAGE.split("**The same with policy `flexcp`, and against a fair static layout**")[1]
+    rows = [line.split("|")[1:-1] for line in table.split("\n\n")[1].splitlines()[2:]]
+    over = {(m.strip(), d.strip()): float(fair) / float(paper) for m, d, _, fair, _, paper, *_ in rows}
+    mean = {data: fmean(x for (_, d), x in over.items() if d == data) for _, data in over}
+    faster = [float(row[-2]) for row in rows]
+    off = dict(re.findall(r"\| (internvl3-8b \| \w+|llama3.2-1b \| \w+) \|[^\n]* -([\d.]+)% \|\n", PAGE))
+
+    assert abs(mean["github"] - 1) < 0.01
+    assert 1.01 < mean["wikipedia"] < 1.025
+    assert max(mean["msrvtt"], mean["openvid"]) < 0.995
+    assert mean["commoncrawl"] > 1.2
+    assert min(faster) >= 1.0
+    assert f"and {float(off['llama3.2-1b | wikipedia']):.0f} % less here" in PAGE
+    low, high = (float(off[f"internvl3-8b | {data}"]) for data in ("msrvtt", "openvid"))
+    assert f"**InternVL3** takes {low:.0f} to {high:.0f} % less" in PAGE
 
 
 @pytest.mark.slow
