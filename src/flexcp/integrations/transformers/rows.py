@@ -144,8 +144,9 @@ def _documents(rows: Any) -> Iterator[list[int]]:
     if columns is not None and "input_ids" in columns:
         bounds = [c for c in ("seq_lengths", "position_ids", "cu_seq_lens_q", "cu_seq_lens") if c in columns]
         rows = rows.select_columns(["input_ids", *bounds[:1]])
-        if not bounds:
-            yield from ([tokens] for tokens in _arrow_lengths(rows))
+        if not bounds or bounds[0] == "seq_lengths":
+            for index, (tokens, lengths) in enumerate(_arrow_lengths(rows, *bounds[:1])):
+                yield _checked(index, tokens, [tokens] if lengths is None else lengths)
             return
     for index in range(len(rows)):
         yield _documents_of(rows[index], index)
@@ -166,6 +167,10 @@ def _documents_of(row: Any, index: int) -> list[int]:
         lengths = cut_at_cu_seq_lens(cu, tokens)
     else:
         lengths = [tokens]
+    return _checked(index, tokens, lengths)
+
+
+def _checked(index: int, tokens: int, lengths: list[int]) -> list[int]:
     if sum(lengths) != tokens:
         raise DataError(
             f"row {index} holds {tokens} tokens and documents of {sum(lengths)}", "Pack the data set again."
@@ -173,12 +178,14 @@ def _documents_of(row: Any, index: int) -> list[int]:
     return lengths
 
 
-def _arrow_lengths(rows: Any) -> Iterator[int]:
-    """Lengths of a column of lists without reading what is in them."""
+def _arrow_lengths(rows: Any, packed: str | None = None) -> Iterator[tuple[int, list[int] | None]]:
+    """Tokens of every row without reading them, and the lengths of its documents where a column has them."""
     import pyarrow.compute
 
     for table in rows.with_format("arrow").iter(batch_size=10_000):
-        yield from pyarrow.compute.list_value_length(table.column("input_ids")).to_pylist()
+        tokens = pyarrow.compute.list_value_length(table.column("input_ids")).to_pylist()
+        lengths = [None] * len(tokens) if packed is None else table.column(packed).to_pylist()
+        yield from zip(tokens, lengths, strict=True)
 
 
 def _refuse_unknown(batch: Any) -> None:
