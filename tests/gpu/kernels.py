@@ -32,6 +32,7 @@ PACKS = {
     "mixed": (Sample(0, 290, ((5, 130), (130, 131), (200, 290))), Sample(1, 40), Sample(2, 99, ((2, 77),))),
     "full": tuple(Sample(i, n, ((0, n),)) for i, n in enumerate([161, 7, 230])),
     "single rows": samples_from_lengths([1, 1, 1, 2]),
+    "one row each": samples_from_lengths([1, 1, 1]),
 }
 
 

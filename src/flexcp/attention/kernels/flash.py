@@ -87,7 +87,8 @@ class FlashKernel(PackedKernel):
 
 
 def _sequences(bounds: Bounds) -> tuple[Tensor, Tensor, int, int]:
-    return bounds.cu_q, bounds.cu_k, bounds.max_q, bounds.max_k
+    # Told that no sequence has more than one query, torch takes grouped heads another way, made for decoding.
+    return bounds.cu_q, bounds.cu_k, max(2, bounds.max_q), bounds.max_k
 
 
 @lru_cache(maxsize=16)
