@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from itertools import islice
 
 import numpy as np
 import torch
@@ -65,13 +66,12 @@ def rank(world, lengths, node, tokens, steps):
                 model, optimizer, planner, Lengths(lengths), global_batch=batch, steps=steps + 1, seed=SEED
             )
             runs[policy] = engine, iter(engine), machine.device
-        waves = dist.new_group() if mode == "lockstep" else None
         reports = {policy: [] for policy in POLICIES}
         for index in range(steps + 1):
             turn = index % len(POLICIES)
             for policy in POLICIES[turn:] + POLICIES[:turn]:
                 dist.barrier()
-                reports[policy].append(one_step(*runs[policy], waves))
+                reports[policy].append(one_step(*runs[policy]))
         for engine, _, _ in runs.values():
             engine.close()
         found[mode] = {policy: made[1:] for policy, made in reports.items()}
@@ -83,22 +83,18 @@ def slowness(ranks):
     return max(1.0, ranks / 8)
 
 
-def one_step(engine, steps, device, waves):
-    """Run the next step of one engine; in lockstep with a barrier behind every wave."""
+def one_step(engine, steps, device):
+    """Run the next step of one engine."""
     step = next(steps)
     device.late_s = 0.0
-    micros = list(step) if waves is None else []
-    for micro in micros:
+    coming, taken = iter(step), []
+    while True:
+        taken.clear()
+        device.block(lambda: taken.extend(islice(coming, 1)))  # in lockstep it waits for the others' wave
+        if not taken:
+            return step.finish()
+        [micro] = taken
         step.backward(engine.model(**micro.inputs, ranks=micro.task.ranks), micro)
-    if waves is not None:
-        coming = iter(step)
-        micro = next(coming, None)
-        for wave in sorted({task.wave for task in step.plan.tasks}):
-            while micro is not None and micro.task.wave == wave:
-                step.backward(engine.model(**micro.inputs, ranks=micro.task.ranks), micro)
-                micro = next(coming, None)
-            device.block(lambda: dist.barrier(waves))
-    return step.finish()
 
 
 def section(name, ranks, node, tokens, found):

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,15 +70,16 @@ def misuse(world: Any) -> dict[str, Any]:
         with fresh(global_batch=4, steps=1) as engine:
             step = next(iter(engine))
             micros = list(step)
-            found["no backward"] = (
-                said(step.finish) if micros else "RunError: step 0 ends with no micro-batch"
-            )
+            found["no backward"] = said(step.finish)
             for micro in micros:
                 output = model(**micro.inputs)
+                if micro is not micros[-1]:
+                    found["out of order"] = said(lambda o=output: step.backward(o, micros[-1]))
                 step.backward(output, micro)
-            if micros:
-                found["backward twice"] = said(lambda: step.backward(output, micros[-1]))
+            found["backward twice"] = said(lambda: step.backward(output, micros[-1]))
             step.finish()
+        found["clip"] = said(lambda: fresh(global_batch=4, clip_norm=0.0))
+        found["bad loss"] = said(lambda: fresh(global_batch=4, on_bad_loss="Stop"))
 
         before = weights(model)
         with fresh(global_batch=4, steps=1, clip_norm=1.0) as engine:
@@ -133,7 +138,10 @@ def test_misuse_is_a_sentence_on_every_rank() -> None:
         assert math.isfinite(found["grad norm"])
         assert "the engine was closed" in found["closed"]
         assert found["no backward"].startswith("RunError: step 0 ends with ")
-        assert "not its own, or got it twice" in found.get("backward twice", "not its own, or got it twice")
+        assert "not its own, got it twice, or not in order" in found["backward twice"]
+        assert "out of order" not in found or found["out of order"] == found["backward twice"]
+        assert found["clip"].startswith("ConfigError: clip_norm is 0.0")
+        assert found["bad loss"].startswith("ConfigError: on_bad_loss is 'Stop'")
         assert "gradient norm nan" in found["nan gradient"]
         assert "The weights were not changed" in found["nan gradient"]
         assert found["weights after nan"]
@@ -143,6 +151,61 @@ def test_misuse_is_a_sentence_on_every_rank() -> None:
         assert found["one cannot read"] == found["eval cannot read"] == sentence
         assert found["still training"]
         assert "sample 0 has 5000 tokens" in found["eval too long"]
+
+
+def run_waves(world: Any) -> dict[str, Any]:
+    """Each task sleeps for a time of its own; when it began and ended, by mode, and the losses."""
+    from flexcp.integrations.transformers import enable
+
+    found: dict[str, Any] = {}
+    for mode in ("free-running", "lockstep"):
+        model, spans = tiny_model(), []
+        planner = replace(make_planner(world.size, tokens_per_rank=60), mode=mode)
+        engine = make_engine(model, planner, ListDataset(LENGTHS), global_batch=12, steps=2)
+        with enable(model), engine:
+            for step in engine:
+                for micro in step:
+                    begun_s = time.monotonic()
+                    time.sleep(0.02 * ((micro.sample_ids[0] + 3 * world.rank) % 5))
+                    step.backward(model(**micro.inputs), micro)
+                    spans.append((step.index, micro.task.wave, begun_s, time.monotonic()))
+                found.setdefault(f"{mode} losses", []).append(step.finish().loss)
+        found[mode] = spans
+    found["durations"] = durations_of_tasks_asked_for_at_once(world)
+    return found
+
+
+def durations_of_tasks_asked_for_at_once(world: Any) -> list[tuple[float, float]]:
+    """Begin and end of this rank's tasks where a loop takes all micro-batches first."""
+    from flexcp.integrations.transformers import enable
+
+    model, spans = tiny_model(), []
+    engine = make_engine(
+        model, make_planner(world.size, tokens_per_rank=60), ListDataset(LENGTHS), global_batch=12, steps=1
+    )
+    engine.record = lambda name, start_s, end_s, *_, **__: spans.append((name, start_s, end_s))
+    with enable(model), engine:
+        for step in engine:
+            for micro in list(step):
+                step.backward(model(**micro.inputs), micro)
+            step.finish()
+    return [(start_s, end_s) for name, start_s, end_s in spans if name == "task"]
+
+
+def test_ranks_meet_after_every_wave_of_a_lockstep_plan() -> None:
+    """And tasks never overlap in the trace, whenever the loop asked for them."""
+    ranks = run_ranks(run_waves, 3)
+    for found in ranks:
+        np.testing.assert_allclose(found["lockstep losses"], found["free-running losses"], rtol=1e-5)
+        for (_, end_s), (begin_s, _) in pairwise(found["durations"]):
+            assert begin_s >= end_s
+    assert max(len(found["durations"]) for found in ranks) > 1
+    tasks = [task for found in ranks for task in found["lockstep"]]
+    waves = sorted({task[:2] for task in tasks})
+    assert len(waves) > 4
+    for earlier, later in pairwise(waves):
+        ended_s = max(end_s for *wave, _, end_s in tasks if tuple(wave) == earlier)
+        assert ended_s <= min(begun_s for *wave, begun_s, _ in tasks if tuple(wave) == later)
 
 
 def own_wrapping(world: Any) -> tuple[list[torch.Tensor], list[str], dict[str, int]]:

@@ -160,7 +160,7 @@ def test_the_process_needs_no_torch_and_ends_with_its_input() -> None:
         "from flexcp.planner import serve\n"
         "answer = serve.answer_line\n"
         "serve.answer_line = lambda request: (print('a stray line', flush=True), answer(request))[1]\n"
-        "serve.main()"
+        f"serve.main({os.getpid()})"
     )
     ran = subprocess.run(
         [sys.executable, "-c", code],
@@ -175,23 +175,27 @@ def test_the_process_needs_no_torch_and_ends_with_its_input() -> None:
     assert ran.stderr == "a stray line\n"
 
 
-def test_the_process_does_not_outlive_its_parent_in_the_middle_of_a_plan() -> None:
+@pytest.mark.parametrize("leaves_after_s", [0.1, 4.0], ids=["at once", "in the middle of a plan"])
+def test_the_process_does_not_outlive_its_parent(leaves_after_s: float) -> None:
     """A rank that is killed leaves nothing behind that plans on."""
     code = (
-        "import time\n"
+        "import sys, time\n"
+        "time.sleep(1)\n"  # until its parent is gone
         "from flexcp.planner import serve\n"
         "serve.answer_line = lambda request: time.sleep(600)\n"
-        "serve.main()"
+        "serve.main(int(sys.argv[1]))"
     )
     parent = (
         "import os, subprocess, sys, time\n"
-        f"child = subprocess.Popen([sys.executable, '-c', {code!r}], stdin=subprocess.PIPE, text=True)\n"
+        f"command = [sys.executable, '-c', {code!r}, str(os.getpid())]\n"
+        "child = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)\n"
         "child.stdin.write('a request\\n')\n"
         "child.stdin.flush()\n"
         "print(child.pid, flush=True)\n"
-        "time.sleep(3)\n"
+        "time.sleep(float(sys.argv[1]))\n"
         "os.kill(os.getpid(), 9)"
     )
-    ran = subprocess.run([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, timeout=60)
+    command = [sys.executable, "-c", parent, str(leaves_after_s)]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
     wait_for_the_end_of(int(ran.stdout))
     assert ran.returncode == -signal.SIGKILL

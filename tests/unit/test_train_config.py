@@ -80,6 +80,21 @@ def test_a_wrong_value_is_named_by_its_key(run_file: Any, text: str, cause: str)
     assert caught.value.remedy == f"Mend it in {path} or with --set."
 
 
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("[run]\neval_every = 5\n", "run.eval_every is 5, and data.eval_samples 0"),
+        ('[run]\ntrackers = ["wandb", "wandb"]\n', "run.trackers names one twice: wandb, wandb"),
+    ],
+)
+def test_values_that_say_nothing_together_are_refused(run_file: Any, text: str, cause: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(run_file(text))
+
+    assert caught.value.cause.startswith(cause)
+    assert caught.value.remedy
+
+
 def test_set_takes_what_toml_takes_and_bare_words(run_file: Any) -> None:
     path = run_file('[run]\nsteps = 5\nglobal_batch = 8\n[parallel]\npolicy = "static"\n')
     overrides = [

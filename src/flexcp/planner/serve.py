@@ -65,9 +65,12 @@ def _planner_from_json(body: dict[str, Any]) -> Planner:
     return Planner(**{**body, "cluster": Cluster(**body["cluster"]), "cost": CostModel(**{**cost, **links})})
 
 
-def main() -> None:
-    """Answer until the input ends, or whoever asked is gone."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+def main(parent: int) -> None:
+    """Answer until the input ends, or the process `parent` that asks is gone.
+
+    It says who it is: it may be gone before this one can look.
+    """
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints must not pass for an answer
     for request in sys.stdin:

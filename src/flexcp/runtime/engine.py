@@ -54,13 +54,14 @@ class Engine:
         model: a plain module, a `DistributedDataParallel` (broadcast_buffers=False), or an FSDP2 module
             (see `flexcp.shard`).
         optimizer: over `model.parameters()`.
-        planner: makes the plan of one global batch, on rank 0. A `flexcp.Planner` plans in a process of its
+        planner: makes the plan of one global batch, on rank 0; in its mode lockstep ranks meet after every
+            wave. A `flexcp.Planner` plans in a process of its
             own; any other callable with a `cluster` plans in a thread.
         dataset: map-style, with lengths (`runtime.batches.Dataset`), or a stream (`runtime.batches.Stream`).
         global_batch: samples per step.
         steps: stop before this step index; None for ever. A stream may end before.
         seed: of the sample order (a stream has its own) and of every step's random numbers.
-        clip_norm: largest global gradient norm; None leaves gradients alone.
+        clip_norm: largest global gradient norm, above 0; None leaves gradients alone.
         on_step_end: called after each optimizer step (a learning-rate schedule's `step`).
         on_notice: given the text of what a user should know and what stops nothing (a plan is late, the
             planner process was started again), on rank 0, maybe from a background thread.
@@ -103,6 +104,7 @@ class Engine:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         _check(planner, dataset, global_batch)
+        _check_options(clip_norm, on_bad_loss)
         _check_optimizer(model, optimizer)
         self.model = model
         self.optimizer = optimizer
@@ -129,6 +131,7 @@ class Engine:
         self._trace = trace
         learning = _learning(planner) if learn_costs else None  # refuses on all ranks alike
         self._learning = learning if self.rank == 0 else None
+        self._waves = dist.new_group() if getattr(planner, "mode", None) == "lockstep" else None
         self._feed = Feed(planner, self._transport, self.device, on_notice, timeout_s)
         self._open_step: Step | None = None
         self._closed = False
@@ -282,6 +285,11 @@ class Engine:
         self._closed = True
         self._feed.close(wait)
 
+    def end_wave(self) -> None:
+        """Wait for all ranks, where plans are of mode lockstep; the step calls it."""
+        with peers_in_reach("the end of a wave"):
+            dist.barrier(self._waves)
+
     def record(self, name: str, start_s: float, end_s: float, step: int, **detail: Any) -> None:
         """Write a span of one's own to the trace; times are `time.perf_counter` readings."""
         if self._trace is not None:
@@ -336,6 +344,13 @@ def _check(planner: AnyPlanner, dataset: Dataset | Stream, global_batch: int) ->
             "Make the planner's Cluster with ranks=dist.get_world_size().",
         )
     check_fits(dataset, cluster, global_batch)
+
+
+def _check_options(clip_norm: float | None, on_bad_loss: str) -> None:
+    if clip_norm is not None and not clip_norm > 0:
+        raise ConfigError(f"clip_norm is {clip_norm}", "It is above 0, or None to leave gradients alone.")
+    if on_bad_loss not in ("stop", "skip"):
+        raise ConfigError(f"on_bad_loss is {on_bad_loss!r}", 'Give "stop" or "skip".')
 
 
 def _learning(planner: AnyPlanner) -> Learning:

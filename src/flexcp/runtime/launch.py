@@ -169,11 +169,14 @@ def launch(
                 for index in range(nproc):
                     given = (target, args, index, nproc, folder, timeout_s, log_dir, share_devices)
                     ranks.append(RankProcess(index, _child, given, folder, log_dir))
+                if told.is_set():  # before all of them were there to be told
+                    for started in ranks:
+                        started.process.terminate()
                 watch(ranks, deadline_s)
         finally:
             end(ranks)
         failure = first_error(ranks, deadline_s)
-        if isinstance(failure, RankLostError) and told.is_set():
+        if isinstance(failure, RankLostError) and told.is_set() and not any(r.has_begun for r in ranks):
             raise RunError(
                 "SIGTERM came before the ranks could heed it, and has ended them",
                 "Nothing was saved; checkpoints of an earlier run are untouched.",

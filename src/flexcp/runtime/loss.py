@@ -56,7 +56,7 @@ class _TokenLossSum(torch.autograd.Function):
         total = rows.new_zeros((), dtype=torch.promote_types(rows.dtype, torch.float32))
         for part, index, supervised in _chunks(targets):
             log_p = F.log_softmax(rows[part], dim=-1, dtype=total.dtype)
-            total -= log_p.gather(1, index)[:, 0][supervised].sum()
+            total -= torch.where(supervised, log_p.gather(1, index)[:, 0], 0).sum()
         return total
 
     @staticmethod

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,7 +34,8 @@ Notify = Callable[[str], object]
 
 # The path of imports is handed over, so that both processes run the same FlexCP.
 _SERVE = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from flexcp.planner.serve import main; main()"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from flexcp.planner.serve import main; main(int(sys.argv[2]))"
 )
 
 
@@ -104,6 +107,7 @@ class PlannerProcess:
         self._process = _start()
         self._started_again = False
         self._ended = False
+        self._lock = threading.Lock()  # between starting again and ending, by two threads
 
     @property
     def pid(self) -> int:
@@ -131,10 +135,7 @@ class PlannerProcess:
             return ""
 
     def _start_again(self) -> None:
-        if self._ended:
-            raise RunError(
-                "the planner process was ended", "The engine was closed before this plan was made."
-            )
+        self._refuse_if_ended()
         died = f"the planner process {self.pid} of rank 0 {_end_of(self._process)}"
         if self._started_again:
             raise RunError(
@@ -143,13 +144,22 @@ class PlannerProcess:
             )
         self._started_again = True
         self.close()
-        self._process = _start()
+        with self._lock:
+            self._refuse_if_ended()
+            self._process = _start()
         self._notify(f"{died}; it was started again, and no plan is lost")
 
+    def _refuse_if_ended(self) -> None:
+        if self._ended:
+            raise RunError(
+                "the planner process was ended", "The engine was closed before this plan was made."
+            )
+
     def end(self) -> None:
-        """Kill it; a request under way fails."""
-        self._ended = True
-        self._process.kill()
+        """Kill it; a request under way fails, and none is started again."""
+        with self._lock:
+            self._ended = True
+            self._process.kill()
 
     def close(self) -> None:
         """Give back what a dead process leaves behind."""
@@ -170,7 +180,7 @@ class PlannerProcess:
 def _start() -> subprocess.Popen[str]:
     """In a session of its own: signals meant for training must not end it before training ends."""
     return subprocess.Popen(
-        [sys.executable, "-c", _SERVE, json.dumps(sys.path)],
+        [sys.executable, "-c", _SERVE, json.dumps(sys.path), str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         encoding="utf-8",

@@ -56,6 +56,7 @@ class RankProcess:
         self.index = index
         self.result: Result | None = None
         self.ended_by_us = False
+        self._left = False  # without a word
         self._folder = folder
         self._logs = f"Its output is in {log_dir}." if log_dir else "Its output is above."
         context = multiprocessing.get_context("spawn")
@@ -66,23 +67,25 @@ class RankProcess:
 
     def collect(self) -> None:
         """Take the result if it has come."""
+        left = self.process.exitcode is not None  # asked first: by then its last word is in the pipe
         try:
             if self.result is None and self.pipe.poll():
                 self.result = pickle.loads(self.pipe.recv_bytes())  # noqa: S301  from our own child
         except (EOFError, OSError):
-            pass  # the process died before it could say anything; `failed` will tell
+            pass  # the process died before it could say anything
+        self._left = left and self.result is None
 
     @property
     def done(self) -> bool:
         """Nothing more will come from it."""
-        return self.result is not None or not self.process.is_alive()
+        return self.result is not None or self._left
 
     @property
     def failed(self) -> bool:
         """It raised, or ended by itself without a word."""
         if self.result is None:
             # Ranks that are still alive are ended by us, which is not their failure.
-            return self.process.exitcode is not None and not self.ended_by_us
+            return self._left and not self.ended_by_us
         return bool(self.result.trace)
 
     @property
@@ -103,6 +106,12 @@ class RankProcess:
         status = read_status(self._folder, self.index)
         doing = f", {status}," if status is not None and status.step is not None else ""
         return f"rank {self.index} on {socket.gethostname()}{doing}"
+
+    @property
+    def has_begun(self) -> bool:
+        """It has come as far as a step."""
+        status = read_status(self._folder, self.index)
+        return status is not None and status.step is not None
 
     def error(self) -> FlexCPError:
         """The error that the parent raises for this rank."""

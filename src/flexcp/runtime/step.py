@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,15 @@ SEEN_S = 1e-3  # a shorter wait is no span of the trace
 _NUMBERS = 10  # of a rank at the end of a step, before the durations of its tasks
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A micro-batch that was handed out: when, and after how many backwards."""
+
+    micro: MicroBatch
+    begun: Mark
+    after: int
+
+
 class Step:
     """One global batch on this rank: iterate, call `backward` for each micro-batch, then `finish`.
 
@@ -47,11 +57,13 @@ class Step:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
         self._engine = engine
         self._prepared = prepared
-        self._left = {id(micro): micro for micro in prepared.micro_batches}
+        self._coming = list(prepared.micro_batches)
+        self._count = len(self._coming)
+        self._running: deque[_Running] = deque()
         self._begun_s = begun_s
         self._work_begun_s = time.perf_counter()
         self._clock = Clock(engine.device)
-        self._task_begun = self._clock.mark()
+        self._last_ended = self._clock.mark()
         self._unread: list[tuple[Mark, Mark, Task, list[tuple[float, float]]]] = []
         waited_s = begun_s + prepared.plan_wait_s + prepared.data_wait_s
         engine.record("gather", waited_s, self._work_begun_s, self.index)
@@ -63,16 +75,30 @@ class Step:
         self._finished = False
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        """This rank's micro-batches in plan order; there may be none."""
-        count = len(self._left)
-        for number, waiting in enumerate(list(self._left.values()), start=1):
-            names = [self._engine.sample_name(index) for index in waiting.sample_ids]
-            tell(f"task {number} of {count} on ranks {list(waiting.task.ranks)}", self.index, names)
-            self._task_begun = self._clock.mark()
-            micro = waiting.to(self._engine.device)  # one at a time: the device holds no data of later tasks
-            del self._left[id(waiting)]
-            self._left[id(micro)] = micro
-            yield micro
+        """This rank's micro-batches in plan order; there may be none.
+
+        In a plan of mode lockstep all ranks meet after every wave, so each micro-batch needs its backward
+        before the next one is asked for.
+        """
+        if self.plan.mode != "lockstep":
+            while self._coming:
+                yield self._next()
+            return
+        for wave in sorted({task.wave for task in self.plan.tasks}):
+            while self._coming and self._coming[0].task.wave == wave:
+                yield self._next()
+            self._engine.end_wave()
+
+    def _next(self) -> MicroBatch:
+        """Begin a task; one at a time, so that the device holds no data of later ones."""
+        waiting = self._coming.pop(0)
+        names = [self._engine.sample_name(index) for index in waiting.sample_ids]
+        number, count = self._count - len(self._coming), self._count
+        tell(f"task {number} of {count} on ranks {list(waiting.task.ranks)}", self.index, names)
+        begun = self._clock.mark()
+        micro = waiting.to(self._engine.device)
+        self._running.append(_Running(micro, begun, after=len(self._task_losses)))
+        return micro
 
     def backward(self, output: Any, micro: MicroBatch) -> None:
         """Add the gradient of one micro-batch; each must come exactly once, in order.
@@ -83,15 +109,16 @@ class Step:
             micro: what the output was computed from.
 
         Raises:
-            RunError: this micro-batch does not belong to the step or has had its backward.
+            RunError: this micro-batch does not belong to the step, has had its backward, or is not the next.
             UnsupportedError: the model ignored FlexCP's attention.
         """
-        if self._left.pop(id(micro), None) is None:
+        if not self._running or self._running[0].micro is not micro:
             raise RunError(
-                f"step {self.index} got a micro-batch that is not its own, or got it twice",
-                "Call step.backward once for each micro-batch that the step yields.",
+                f"step {self.index} got a micro-batch that is not its own, got it twice, or not in order",
+                "Call step.backward once for each micro-batch that the step yields, in that order.",
             )
         _check_attention_ran(micro)
+        running = self._running.popleft()
         loss_sum = loss_sum_of(output, micro)
         loss = loss_sum / self.supervised_tokens
         auxiliary_sum = micro.inputs["flexcp"].auxiliary_sum
@@ -100,13 +127,15 @@ class Step:
         self._engine.sharding.before_backward()
         loss.backward()  # type: ignore[no-untyped-call]
         self.loss_sum += loss_sum.detach()
+        self._record_task(running)
         self._task_losses.append((micro.sample_ids, loss_sum.detach()))
-        self._record_task(micro)
 
-    def _record_task(self, micro: MicroBatch) -> None:
-        """A task ends here in the work."""
-        waits = micro.inputs["flexcp"].exchange.waits
-        self._unread.append((self._task_begun, self._clock.mark(), micro.task, waits))
+    def _record_task(self, running: _Running) -> None:
+        """A task ends here in the work. It began when it was handed out, or when the one before it ended."""
+        begun = running.begun if running.after == len(self._task_losses) else self._last_ended
+        self._last_ended = self._clock.mark()
+        waits = running.micro.inputs["flexcp"].exchange.waits
+        self._unread.append((begun, self._last_ended, running.micro.task, waits))
         if self._clock.is_immediate:
             self._read_tasks()
 
@@ -134,9 +163,10 @@ class Step:
         Raises:
             RunError: a micro-batch has not had its backward.
         """
-        if self._left:
+        left = len(self._coming) + len(self._running)
+        if left:
             raise RunError(
-                f"step {self.index} ends with {len(self._left)} micro-batches that had no backward",
+                f"step {self.index} ends with {left} micro-batches that had no backward",
                 "Call step.backward for every micro-batch; other ranks wait for its ring messages.",
             )
         if self._grad_norm is None:

@@ -95,7 +95,7 @@ class OptimizerSection(_Section):
     warmup_steps: int = Field(default=0, ge=0)
     weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False)
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
-    clip_norm: float | None = Field(default=1.0, gt=0)
+    clip_norm: float | None = Field(default=1.0, gt=0, description="inf leaves gradients alone")
 
 
 class RunSection(_Section):
@@ -167,6 +167,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     if config.model.pretrained is not None and "tokenizer" not in config.data.model_fields_set:
         own = config.data.model_copy(update={"tokenizer": str(config.model.pretrained)})
         config = config.model_copy(update={"data": own})
+    _check_schedule(config)
     data = config.data.path
     if not data.startswith("@") and not Path(data).exists():
         raise ConfigError(
@@ -193,6 +194,18 @@ def _check_model(model: ModelSection) -> None:
             f"model.pretrained {model.pretrained} is no folder of a model",
             "Give a folder with config.json and model.safetensors, as save_pretrained writes it.",
         )
+
+
+def _check_schedule(config: TrainConfig) -> None:
+    """Numbers that are good each by itself, and say nothing together."""
+    run = config.run
+    if run.eval_every and not config.data.eval_samples:
+        raise ConfigError(
+            f"run.eval_every is {run.eval_every}, and data.eval_samples 0: there is nothing to evaluate",
+            "Hold some samples out, or leave run.eval_every out.",
+        )
+    if len(set(run.trackers)) < len(run.trackers):
+        raise ConfigError(f"run.trackers names one twice: {', '.join(run.trackers)}", "Name each once.")
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -118,7 +119,8 @@ def open_corpus(
         raise ConfigError(
             f"data.eval_samples is {held_out}, the data has {len(dataset)} samples", "Hold out fewer."
         )
-    order = np.random.Generator(np.random.PCG64([seed, 1])).permutation(len(dataset))
+    # By raw draws, as the order of training: a resumed run must hold out the same samples.
+    order = np.argsort(np.random.PCG64([seed, 1]).random_raw(len(dataset)), kind="stable")
     train, evaluation = np.sort(order[held_out:]), np.sort(order[:held_out])
     price = images.price if images else None
     return Corpus(
@@ -126,9 +128,14 @@ def open_corpus(
         evaluation=Subset(dataset, evaluation, price) if held_out else None,
         vocab=dataset.tokenizer.vocab_size,
         tokenizer=None if tokenizer == "bytes" else Path(tokenizer),
-        identity={**dataset.identity, "samples held out": str(held_out)},
+        identity={**dataset.identity, "samples held out": _named(evaluation)},
         skipped=dataset.skipped,
     )
+
+
+def _named(held_out: npt.NDArray[np.intp]) -> str:
+    """How many, and a hash of which."""
+    return f"{len(held_out)} ({hashlib.sha256(held_out.tobytes()).hexdigest()[:12]})"
 
 
 def _open(
