@@ -27,6 +27,7 @@ PATTERNS = {
     2: [[1, 1], [2], [1]],
     3: [[3], [1, 2], [2], [1, 1, 1]],
     4: [[3, 1], [1, 2], [4], [1, 1, 1]],
+    6: [[3, 1, 2], [5], [6], [4, 1]],
 }
 
 
@@ -102,8 +103,12 @@ def train_cases(world: Any, cases: Mapping[str, Case]) -> dict[str, dict[str, An
             parallel_state.initialize_model_parallel()
             references[case.alone] = train_alone(case)
             parallel_state.destroy_model_parallel()
+        # Experts cut over a tensor-parallel group gather unequal numbers of tokens, which gloo cannot.
         parallel_state.initialize_model_parallel(
-            case.tensor, case.pipeline, expert_model_parallel_size=case.expert
+            case.tensor,
+            case.pipeline,
+            expert_model_parallel_size=case.expert,
+            expert_tensor_parallel_size=1,
         )
         try:
             found[name] = train_flexibly(world, case, *references[case.alone])
@@ -134,7 +139,9 @@ def train_flexibly(
 
     options = dict(case.options)
     aux = options.pop("moe_aux_loss_coeff", 0.0)
-    config = host.make_config(**options, expert_model_parallel_size=case.expert)
+    config = host.make_config(
+        **options, expert_model_parallel_size=case.expert, expert_tensor_parallel_size=1
+    )
     model = host.provider(config, aux=aux)
     host.seed_weights(model, weights)
     ddp, optimizer = host.wrap(model, **case.wrapping)
