@@ -68,6 +68,8 @@ bench: $(STAMP) ## planning, and what it gains: emulated, replayed, computed; wr
 	$(BIN)/python benchmarks/real.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/simulator.py
+	$(BIN)/python benchmarks/feed.py
+	$(BIN)/python benchmarks/calibration.py
 
 clean: ## remove the environment, build outputs, caches and runs
 	rm -rf $(VENV) $(LATEST) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

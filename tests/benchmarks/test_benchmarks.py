@@ -33,13 +33,18 @@ PAGES = {
     ),
     "real": (["mix of 300, 6,000 and 50,000 tokens"], [("flexcp",), ("static",)]),
     "megatron": (["`BalancedCPScheduler` unchanged"], [("python_source_lengths_qwen", "64", "8192")]),
+    "feed": (["512 samples on 64 simulated ranks"], [("in a process",), ("in a thread",)]),
+    "calibration": (["Cross-validated: ", "never fitted, degree"], [("all",), ("one sample",)]),
     "overhead": (["Engine on one rank", "Ring of two"], [("wall-clock",), ("processor",)]),
 }
 
 
 @pytest.mark.parametrize(
     "script",
-    [pytest.param(script, marks=() if script == "emulated" else pytest.mark.slow) for script in PAGES],
+    [
+        pytest.param(script, marks=() if script in ("emulated", "feed") else pytest.mark.slow)
+        for script in PAGES
+    ],
 )
 def test_short_form_runs_and_its_page_has_its_parts(script: str, tmp_path: Path) -> None:
     out = tmp_path / "page.md"
@@ -51,7 +56,7 @@ def test_short_form_runs_and_its_page_has_its_parts(script: str, tmp_path: Path)
     for cells in rows:
         row = re.search(r"^\| " + r" \| ".join(map(re.escape, cells)) + r"[^\n]*\|$", page, flags=re.M)
         assert row is not None, cells
-        assert re.search(r"\| \d+\.\d+ \|", row[0]), row[0]
+        assert re.search(r"\| [+-]?\d+\.\d+%? \|", row[0]), row[0]
 
 
 def test_the_simulator_is_timed(tmp_path: Path) -> None:
