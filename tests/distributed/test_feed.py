@@ -313,6 +313,8 @@ class TroubledRecords(Records):
             example["image"] = object()
         if record == 6 and self.how == "no tokens":
             example["input_ids"] = []
+        if record == 6 and self.how == "labels":
+            example["labels"] = example["labels"][1:]
         if record == 6 and self.how == "too long":
             example["input_ids"] = np.zeros(400, dtype=int)
         return example
@@ -333,7 +335,7 @@ def provoke(world: Any) -> dict[str, tuple[list[int], str]]:
     """The steps that ran before, and the sentence."""
     model = tiny_model()
     found = {}
-    for how in ("decode", "records", "cannot travel", "no tokens", "too long", "ends early"):
+    for how in ("decode", "records", "cannot travel", "no tokens", "labels", "too long", "ends early"):
         steps: list[int] = []
 
         def run(steps: list[int] = steps, how: str = how) -> None:
@@ -360,6 +362,7 @@ def test_a_stream_that_one_rank_cannot_read_ends_all_with_one_sentence(by_rank: 
         "records": "DataError: rank 1 could not read shard-0/8: OSError: the disk is gone\n",
         "cannot travel": "DataError: rank 1 could not read shard-0/6: its 'image' is a object, which cannot",
         "no tokens": "DataError: rank 1 could not read shard-0/6: it has no tokens\nLeave such samples out",
+        "labels": "DataError: rank 1 could not read shard-0/6: it has 7 tokens and 6 labels\nGive a label for",
         "too long": "SampleTooLongError: sample 6 has 400 tokens; 2 ranks x 96 tokens hold 192\nIt fits on 5",
         "ends early": "DisagreementError: the stream ended on rank 1 and went on on another rank\n",
     }.items():

@@ -268,3 +268,19 @@ def test_a_sample_that_cannot_be_read_is_named_with_rank_and_cause() -> None:
 
     assert caught.value.cause == "rank 3 could not read sample 1: ValueError: not text"
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("labels", [6, 8])
+def test_labels_of_another_length_are_refused_by_name(labels: int) -> None:
+    """A user who shifts them drops one; every target would be of the wrong row."""
+
+    class Shifted(Documents):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {**super().__getitem__(index), "labels": np.zeros(labels, dtype=np.int64)}
+
+        def name(self, index: int) -> str:
+            return "a.txt"
+
+    with pytest.raises(DataError, match=f"could not read a.txt: it has 7 tokens and {labels} labels") as caught:
+        load_examples(Shifted([7]), make_plan([7], ((0,), (0,))), rank=0)
+    assert "unshifted: FlexCP shifts them" in caught.value.remedy

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from flexcp.core.errors import UnsupportedError
 from flexcp.runtime import loss
 from flexcp.runtime.loss import shift_labels, token_loss_sum
 
@@ -103,3 +104,12 @@ def test_a_second_backward_adds_the_same_again() -> None:
     total.backward()
 
     torch.testing.assert_close(logits.grad, 2 * once, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("targets", [4, 6])
+def test_rows_and_targets_are_counted(targets: int) -> None:
+    """Fewer targets would leave the gradient of the last rows to chance."""
+    logits, _ = make_rows(5)
+
+    with pytest.raises(UnsupportedError, match=f"logits for 5 rows, the micro-batch has {targets}"):
+        token_loss_sum(logits, torch.zeros(targets, dtype=torch.int64))

@@ -192,14 +192,15 @@ def load_examples(dataset: Dataset, plan: Plan, rank: int) -> dict[int, Example]
     """Read what `rank` needs for its step, and nothing else; keys are positions in the global batch.
 
     Raises:
-        DataError: a sample cannot be read, or has another length than its plan was made with.
+        DataError: a sample cannot be read, has another length than its plan was made with, or labels of
+            another length.
     """
     examples = {}
     for position in sorted(rank_samples(plan, rank)):
         sample = plan.samples[position]
         try:
             example = dataset[sample.id]
-            tokens = len(example["input_ids"])
+            tokens = count_tokens(example)
         except Exception as error:
             raise reading_failed(dataset, sample.id, rank, error) from error
         if tokens != sample.tokens:
@@ -209,6 +210,22 @@ def load_examples(dataset: Dataset, plan: Plan, rank: int) -> dict[int, Example]
             )
         examples[position] = example
     return examples
+
+
+def count_tokens(example: Example) -> int:
+    """Of a sample.
+
+    Raises:
+        DataError: it has more or fewer labels.
+    """
+    tokens = len(example["input_ids"])
+    labels = len(example.get("labels", example["input_ids"]))
+    if labels != tokens:
+        raise DataError(
+            f"it has {tokens} tokens and {labels} labels",
+            "Give a label for every token (-100 where there is no target), unshifted: FlexCP shifts them.",
+        )
+    return tokens
 
 
 def reading_failed(dataset: Dataset | Stream, index: int, rank: int, error: Exception) -> DataError:

@@ -25,6 +25,7 @@ from flexcp.runtime.collectives import raise_together
 from flexcp.runtime.safe_reader import SafeLoadPlanner, SafeReader
 
 _STATE = "flexcp.json"
+_OLD = ".old"  # a checkpoint that another one of the same step is about to replace
 _SCHEMA = "flexcp.checkpoint/1"
 
 
@@ -55,15 +56,25 @@ def save_checkpoint(
         save({"model": weights, "optimizer": optimizer_state}, checkpoint_id=aside)
         if first:
             (aside / _STATE).write_text(json.dumps({"schema": _SCHEMA, "step": step, **state}))
-            shutil.rmtree(target, ignore_errors=True)
+            if target.exists():  # it stands until the new one does
+                _remove(target.with_suffix(_OLD))
+                target.rename(target.with_suffix(_OLD))
             aside.rename(target)
 
     for part in (prepare, write):
         _together(part, step, aside)
     if first:
-        for old in checkpoints(folder)[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        kept = checkpoints(folder)[-keep:]
+        for path in folder.glob("step-????????*"):
+            if path not in kept:
+                _remove(path)
     return target
+
+
+def _remove(path: Path) -> None:
+    """First what makes it a checkpoint: a removal that is cut short must not leave one that looks whole."""
+    (path / _STATE).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _together(part: Callable[[], None], step: int, aside: Path) -> None:
@@ -123,7 +134,11 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Whole checkpoints in `folder`, oldest first."""
-    return sorted(path.parent for path in folder.glob(f"step-????????/{_STATE}"))
+    found = {}
+    for suffix in (_OLD, ""):  # one that was set aside counts only until its successor stands
+        for state in folder.glob(f"step-????????{suffix}/{_STATE}"):
+            found[state.parent.stem] = state.parent
+    return [found[step] for step in sorted(found)]
 
 
 def _cause(error: BaseException) -> str:

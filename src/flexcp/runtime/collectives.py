@@ -27,7 +27,7 @@ _KEEP_ALIVE_S = 5.0
 
 @contextmanager
 def peers_in_reach(what: str) -> Iterator[None]:
-    """Turns the backend's error about a lost peer into a sentence.
+    """Turns the backend's error about a lost peer into a sentence; memory that ran out is this rank's own.
 
     Raises:
         RankFailedError: a collective inside the block failed.
@@ -37,10 +37,17 @@ def peers_in_reach(what: str) -> Iterator[None]:
     except FlexCPError:
         raise
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         raise RankFailedError(
             f"rank {dist.get_rank()} lost another rank during {what}: {str(error).splitlines()[0]}",
             "Another rank has ended or stalled; its own output says why.",
         ) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether host or device had no memory left; torch's allocator of the host only says so in words."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 def all_gather_rows(mine: Tensor, what: str, group: Group = None) -> Tensor:
@@ -118,7 +125,10 @@ def collective_device(group: Group = None) -> torch.device:
 
 
 def first_difference(values: dict[str, str]) -> tuple[str, list[int]] | None:
-    """Name of the first value that is not the same on all ranks, and the ranks that differ from rank 0."""
+    """Name of the first value that is not the same on all ranks, and the ranks that differ from rank 0.
+
+    The names must be the same on all ranks, or gloo ends the process.
+    """
     hashes = [_hash(json.dumps([name, value])) for name, value in values.items()]
     mine = torch.tensor(hashes, dtype=torch.int64, device=collective_device())
     rows = all_gather_rows(mine, "comparing the ranks' configurations")

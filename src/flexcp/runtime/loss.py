@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flexcp.core.errors import UnsupportedError
+
 IGNORE_INDEX = -100  # the field's mark for a token that is not a target
 _CHUNK_ROWS = 1024  # rows whose logits are widened to fp32 at a time
 
@@ -41,8 +43,16 @@ def token_loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
     Widened to fp32 chunk by chunk, in backward again, so nothing of size [T, V] is ever held in fp32; the
     gradient is rounded once, scaled. Without a target the sum is an exact zero that still has a gradient
     path: the rank's backward runs and its ring neighbours are served.
+
+    Raises:
+        UnsupportedError: there are more or fewer rows of logits than targets.
     """
     rows = logits.reshape(-1, logits.shape[-1])
+    if len(rows) != len(targets):
+        raise UnsupportedError(
+            f"the model gave logits for {len(rows)} rows, the micro-batch has {len(targets)}",
+            "Return the logits of every row (logits_to_keep = 0), and shift no labels: FlexCP has done so.",
+        )
     total: Tensor = _TokenLossSum.apply(rows, targets)  # type: ignore[no-untyped-call]
     return total
 

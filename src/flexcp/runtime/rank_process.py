@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from flexcp.core.errors import FlexCPError, InputError, RankFailedError, RankLostError
+from flexcp.runtime.collectives import is_out_of_memory
 from flexcp.runtime.status import read_status
 
 _SETTLE_S = 1.5  # after a first failure: time for the others to say why they failed too
@@ -95,10 +96,12 @@ class RankProcess:
 
     @property
     def blame(self) -> tuple[int, int]:
-        """The smaller, the nearer to the cause: killed, then own error, then an error about others."""
+        """The smaller, the nearer to the cause: killed, out of memory, own error, an error about others."""
         if self.result is None:
             return (0, self.index)
-        return (2 if self.result.about_others else 1, self.index)
+        if self.result.out_of_memory:
+            return (1, self.index)
+        return (3 if self.result.about_others else 2, self.index)
 
     @property
     def where(self) -> str:
@@ -120,14 +123,14 @@ class RankProcess:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
             memory = "The kernel does this when memory runs out. " if code == -signal.SIGKILL else ""
             return RankLostError(f"{self.where} {how}", f"{memory}{self._logs}")
-        if self.result.error is not None:
-            return self.result.error
         if self.result.out_of_memory:
             return RankFailedError(
                 f"{self.where} ran out of memory: {self.result.summary}",
                 "Lower parallel.tokens_per_rank (with run.new_budget = true to resume), or set "
                 "run.gradient_checkpointing = true.",
             )
+        if self.result.error is not None:
+            return self.result.error
         return RankFailedError(f"{self.where} raised:\n{self.result.trace}", self._logs)
 
 
@@ -138,13 +141,15 @@ def result_of(error: BaseException, trace: str) -> Result:
         trace=trace,
         summary=f"{type(error).__name__}: {error}".splitlines()[0],
         about_others=_is_about_others(error),
-        out_of_memory=is_out_of_memory(error),
+        out_of_memory=_ran_out_of_memory(error),
     )
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether host or device had no memory left; torch's allocator of the host only says so in words."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+def _ran_out_of_memory(error: BaseException | None) -> bool:
+    """Whether this rank did: another's memory is in the text of what all ranks raise, but not in its cause."""
+    while isinstance(error, FlexCPError):
+        error = error.__cause__
+    return error is not None and is_out_of_memory(error)
 
 
 def _is_about_others(error: BaseException) -> bool:
@@ -232,7 +237,7 @@ def _with_place(error: FlexCPError, first: RankProcess, ranks: Sequence[RankProc
     own = first.result.error if first.result is not None else None
     others = [rank.result.error for rank in ranks if rank is not first and rank.result is not None]
     alike = own is not None and all(other is not None and other.cause == own.cause for other in others)
-    if own is None or isinstance(own, InputError) or (alike and len(others) == len(ranks) - 1):
+    if error is not own or isinstance(own, InputError) or (alike and len(others) == len(ranks) - 1):
         return error
     FlexCPError.__init__(error, f"{first.where}: {own.cause}", own.remedy)
     return error

@@ -23,6 +23,7 @@ from flexcp.runtime.batches import (
     Dataset,
     Example,
     Stream,
+    count_tokens,
     load_examples,
     planned_sample,
     rank_samples,
@@ -144,7 +145,7 @@ class StreamSource:
             position = self._at - first
             if position % self._ranks == self._rank:
                 example = self._stream.decode(record)
-                if not len(example["input_ids"]):
+                if not count_tokens(example):
                     raise DataError("it has no tokens", "Leave such samples out of the stream.")
                 yield position, example
             self._at += 1

@@ -1,0 +1,47 @@
+"""What the launcher makes of the last words of ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexcp.core.errors import DataError, FlexCPError, RankFailedError
+from flexcp.runtime.collectives import peers_in_reach
+from flexcp.runtime.rank_process import result_of
+
+
+def caused(cause: Exception | None) -> FlexCPError:
+    """What all ranks raise when one cannot read: the rank itself knows the cause."""
+    try:
+        raise DataError("rank 1 could not read a.txt: can't allocate memory") from cause
+    except DataError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("error", "own"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("Connection closed by peer"), False),
+        (caused(MemoryError()), True),
+        (caused(caused(MemoryError())), True),
+        (caused(None), False),
+        (RankFailedError("rank 0 lost another rank"), False),
+    ],
+)
+def test_memory_is_of_the_rank_that_ran_out(error: Exception, own: bool) -> None:
+    """Also under one of FlexCP's own errors; another rank's trouble is not this rank's."""
+    assert result_of(error, "trace").out_of_memory == own
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")]
+)
+def test_a_collective_that_runs_out_of_memory_has_lost_nobody(error: RuntimeError) -> None:
+    """The weights are gathered and gradients summed where memory peaks."""
+    with pytest.raises(RuntimeError) as caught, peers_in_reach("gathering weights"):
+        raise error
+
+    assert caught.value is error
