@@ -281,6 +281,8 @@ def test_labels_of_another_length_are_refused_by_name(labels: int) -> None:
         def name(self, index: int) -> str:
             return "a.txt"
 
-    with pytest.raises(DataError, match=f"could not read a.txt: it has 7 tokens and {labels} labels") as caught:
+    with pytest.raises(
+        DataError, match=f"could not read a.txt: it has 7 tokens and {labels} labels"
+    ) as caught:
         load_examples(Shifted([7]), make_plan([7], ((0,), (0,))), rank=0)
     assert "unshifted: FlexCP shifts them" in caught.value.remedy

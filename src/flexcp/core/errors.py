@@ -15,6 +15,7 @@ The tree::
     ├── RunError                a training run cannot go on
     │   ├── RankFailedError     another rank died, stalled or raised
     │   │   └── RankLostError   its process is gone or silent: the others can go on without it
+    │   ├── LossError           loss or gradient of a step is not finite
     │   └── DisagreementError   ranks hold different plans, configurations or versions
     ├── CheckpointError         a checkpoint is missing, damaged, or from another run
     └── MissingExtraError       an optional dependency is absent (also an ImportError)
@@ -132,6 +133,10 @@ class RankFailedError(RunError):
 
 class RankLostError(RankFailedError):
     """The process of a rank is gone or silent; the others can go on without it."""
+
+
+class LossError(RunError):
+    """Loss or gradient of a step is not finite; no weight was changed."""
 
 
 class DisagreementError(RunError):

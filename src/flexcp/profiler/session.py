@@ -16,9 +16,8 @@ from flexcp.cost.measurements import Measurement
 from flexcp.cost.profiled import Profiled
 from flexcp.profiler import alone
 from flexcp.profiler.measure import Bench, Cell, device_name, growth_per_token, memory_bytes, of_all_ranks
-from flexcp.runtime.collectives import all_gather_rows, broadcast_text, collective_device
+from flexcp.runtime.collectives import all_gather_rows, broadcast_text, collective_device, is_out_of_memory
 from flexcp.runtime.launch import World
-from flexcp.runtime.collectives import is_out_of_memory
 
 # Called with (what is being done, share of the budget that is spent).
 Progress = Callable[[str, float], None]

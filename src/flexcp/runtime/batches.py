@@ -55,7 +55,11 @@ class Stream(Protocol):
     """
 
     def records(self, start: int, /) -> Iterator[Any]:
-        """Records from position `start` on, the same on every rank and every call; their end ends the run."""
+        """Records from position `start` on, the same on every rank and every call; their end ends the run.
+
+        Compared across ranks by value: numbers, text, bytes, paths, arrays, and lists, mappings and
+        dataclasses of them; of other objects only the kind.
+        """
 
     def decode(self, record: Any, /) -> Example:
         """One sample, as `Dataset.__getitem__` gives it."""

@@ -80,6 +80,21 @@ def raise_together(trouble: BaseException | None, what: str) -> None:
     raise_first(all_gather_rows(has_trouble, what)[:, 0], trouble, what)
 
 
+@contextmanager
+def alike(what: str) -> Iterator[None]:
+    """What fails in the block on one rank fails on all; all ranks enter it, and inside they do not meet.
+
+    Raises:
+        FlexCPError: see `raise_together`.
+    """
+    trouble: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        trouble = error
+    raise_together(trouble, what)
+
+
 def raise_first(has_trouble: Tensor, trouble: BaseException | None, what: str, group: Group = None) -> None:
     """The second half of `raise_together`, for who has gathered the flags [N] along with other numbers."""
     troubled = has_trouble.nonzero()[:, 0].tolist()

@@ -11,7 +11,6 @@ Written so that the training loop stays the user's own::
 
 from __future__ import annotations
 
-import hashlib
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,14 +27,15 @@ from flexcp.core.plan import Plan
 from flexcp.core.trace import Span, TraceWriter
 from flexcp.cost.correction import Correction
 from flexcp.planner import Planner
-from flexcp.runtime.agreement import require_agreement, versions
+from flexcp.runtime.agreement import require_agreement
 from flexcp.runtime.batches import Dataset, MicroBatch, Stream, check_fits, sample_name
-from flexcp.runtime.collectives import all_gather_rows, collective_device, peers_in_reach
+from flexcp.runtime.collectives import alike, all_gather_rows, collective_device, peers_in_reach
 from flexcp.runtime.feed import Feed, Prepared
 from flexcp.runtime.launch import DEFAULT_TIMEOUT_S
 from flexcp.runtime.learning import Learning
 from flexcp.runtime.order import require_same_order
 from flexcp.runtime.planning import AnyPlanner, Notify, meet
+from flexcp.runtime.settings import lengths_hash, settings_of
 from flexcp.runtime.sharding import sharding_of
 from flexcp.runtime.sources import training_source, whole_source
 from flexcp.runtime.status import tell
@@ -103,9 +103,11 @@ class Engine:
         stop_asked: Callable[[], bool] = lambda: False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        _check(planner, dataset, global_batch)
-        _check_options(clip_norm, on_bad_loss)
-        _check_optimizer(model, optimizer)
+        with alike("looking at the engine's arguments"):
+            _check(planner, dataset, global_batch)
+            _check_options(clip_norm, on_bad_loss)
+            _check_optimizer(model, optimizer)
+            self.sharding = sharding_of(model)
         self.model = model
         self.optimizer = optimizer
         self.planner = planner
@@ -123,8 +125,7 @@ class Engine:
         self.stopped = False
         self.rank = dist.get_rank()
         self.device = next(model.parameters()).device
-        self.sharding = sharding_of(model)
-        _check_agreement(self)
+        require_agreement(settings_of(self), "Construct the Engine with equal arguments on all ranks.")
         self._transport = Transport(timeout_s, planner.cluster.ranks_per_node)
         self._origin_s = time.perf_counter()
         self._on_step_end = on_step_end
@@ -242,8 +243,12 @@ class Engine:
         Raises:
             SampleTooLongError: the longest does not.
             DataError: there is none.
+            DisagreementError: ranks have other lengths.
         """
-        _check(self.planner, dataset, self.global_batch)
+        with alike("looking at the evaluation data"):
+            _check(self.planner, dataset, self.global_batch)
+        lengths = {"lengths of the evaluation data": lengths_hash(dataset)}
+        require_agreement(lengths, "Open the same data on all ranks.")
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside weights and optimizer, that of rank 0 is to be kept; JSON."""
@@ -370,24 +375,3 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             "the optimizer holds parameters that are not the model's",
             "Make the optimizer after flexcp.shard(model, …).",
         )
-
-
-def _check_agreement(engine: Engine) -> None:
-    """Every rank must run the same code on the same data in the same way, or no plan fits all."""
-    dataset = engine.dataset
-    lengths = [] if isinstance(dataset, Stream) else dataset.lengths
-    lengths_bytes = np.ascontiguousarray(lengths, dtype="<i8").tobytes()
-    values = {
-        **versions(),
-        # A planner of the user's own may print its address.
-        "planner": repr(engine.planner if isinstance(engine.planner, Planner) else engine.planner.cluster),
-        "lengths of the data set": hashlib.sha256(lengths_bytes).hexdigest(),
-        "global_batch": str(engine.global_batch),
-        "number of steps": str(engine.steps),
-        "seed": str(engine.seed),
-        "clip_norm": str(engine.clip_norm),
-        "on_bad_loss": engine.on_bad_loss,
-        "learn_costs": str(engine.learn_costs),
-        "parameter shapes": str([tuple(parameter.shape) for parameter in engine.model.parameters()]),
-    }
-    require_agreement(values, "Construct the Engine with equal arguments on all ranks.")

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from flexcp.core.errors import error_from_json, error_to_json
+from flexcp.core.errors import RankFailedError, error_from_json, error_to_json
 from flexcp.core.plan import Plan
 from flexcp.core.sample import Sample
 from flexcp.runtime.batches import Example, MicroBatch, make_micro_batch
@@ -106,6 +106,14 @@ class Feed:
     def plan(self, samples: Sequence[Sample], planner: AnyPlanner | None) -> Future[MadePlan] | None:
         """Start planning, on rank 0, by another planner if one is given; other ranks wait for nothing."""
         return self._planning.submit(samples, planner) if self._planning is not None else None
+
+    def no_plan(self, trouble: Exception) -> Future[MadePlan] | None:
+        """In place of `plan`, where the samples are not known: what rank 0 hands out is the trouble."""
+        if not self.is_first:
+            return None
+        failed: Future[MadePlan] = Future()
+        failed.set_exception(trouble)
+        return failed
 
     def hand_out(self, made: Future[MadePlan] | None) -> MadePlan:
         """The plan of rank 0, on every rank.
@@ -192,7 +200,12 @@ class Ahead:
         self._announced.append(self._feed.submit(partial(self._begin_plan, step, planner)))
 
     def _begin_plan(self, step: int, planner: AnyPlanner | None) -> _Announced | None:
-        samples = self._source.samples(step)
+        try:
+            samples = self._source.samples(step)
+        except RankFailedError:
+            raise
+        except Exception as error:  # a data set's own code: the others wait for this rank's part in the plan
+            return _Announced(step, self._feed.no_plan(error), error)
         return _Announced(step, self._feed.plan(samples, planner)) if samples else None
 
     def _prepare(self) -> Future[Prepared | None]:
@@ -208,9 +221,10 @@ class Ahead:
         self._planned_s = time.perf_counter()
         self._waits_for = "data"
         micro_batches: list[MicroBatch] = []
-        trouble: Exception | None = None
+        trouble = begun.trouble
         try:
-            micro_batches = self._feed.micro_batches(plan, self._source.examples(begun.step, plan))
+            if trouble is None:
+                micro_batches = self._feed.micro_batches(plan, self._source.examples(begun.step, plan))
         except Exception as error:
             trouble = error
         return Prepared(plan, digest, made.plan_s, micro_batches, trouble, 0.0, 0.0)
@@ -218,10 +232,11 @@ class Ahead:
 
 @dataclass(frozen=True, slots=True)
 class _Announced:
-    """A step whose samples are known; its plan comes on rank 0."""
+    """A step whose samples are known, or why they are not; its plan comes on rank 0."""
 
     step: int
     made: Future[MadePlan] | None
+    trouble: Exception | None = None
 
 
 def _message(made: Future[MadePlan] | None) -> str:

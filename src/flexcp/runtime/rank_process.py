@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from flexcp.core.errors import FlexCPError, InputError, RankFailedError, RankLostError
@@ -146,7 +145,7 @@ def result_of(error: BaseException, trace: str) -> Result:
 
 
 def _ran_out_of_memory(error: BaseException | None) -> bool:
-    """Whether this rank did: another's memory is in the text of what all ranks raise, but not in its cause."""
+    """Whether this rank did: another's memory is in the text of what all raise, but not in its cause."""
     while isinstance(error, FlexCPError):
         error = error.__cause__
     return error is not None and is_out_of_memory(error)

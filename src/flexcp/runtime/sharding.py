@@ -6,6 +6,7 @@ also none (facts about FSDP2 that this rests on are in docs/runtime.md).
 
 from __future__ import annotations
 
+import hashlib
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Protocol, cast
@@ -19,8 +20,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from flexcp.core.errors import ConfigError
+from flexcp.runtime.agreement import require_agreement
 
 ShardingKind = Literal["ddp", "fsdp2"]
+EQUAL_WEIGHTS = (
+    "Give all ranks the same weights: seed before making the model, or load one file on all ranks."
+)
 _BUCKET_BYTES = 64 * 2**20
 
 
@@ -55,6 +60,10 @@ def shard(
             between steps and gathers the weights once per step.
         blocks: the repeated layers, each its own FSDP unit; ignored by `ddp`.
         param_dtype: dtype of the compute copies under `fsdp2` (gradients are summed in fp32).
+
+    Raises:
+        DisagreementError: `fsdp2` would make one model of the parts of different ones. (`ddp` takes the
+            weights of rank 0.)
     """
     if kind == "ddp":
         # Buffers are never trained here; broadcasting them in forward would be a collective that ranks
@@ -63,6 +72,7 @@ def shard(
         wrapped = DistributedDataParallel(model)
         wrapped.broadcast_buffers = False
         return wrapped
+    require_agreement({"weights of the model": weights_checksum(model)}, EQUAL_WEIGHTS)
     device = next(model.parameters()).device
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(
@@ -72,6 +82,21 @@ def shard(
         fully_shard(block, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     return model
+
+
+def weights_checksum(model: nn.Module) -> str:
+    """Equal for equal bits, on any device: integers are summed where they lie, in whatever order."""
+    sums = [
+        parameter.detach().contiguous().view(-1).view(_integers(parameter))
+        for parameter in model.parameters()
+    ]
+    totals = torch.stack([part.sum(dtype=torch.int64) for part in sums]).tolist() if sums else []
+    return hashlib.sha256(repr(totals).encode()).hexdigest()[:16]
+
+
+def _integers(parameter: Tensor) -> torch.dtype:
+    """Of the size of its elements."""
+    return {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(parameter.element_size(), torch.uint8)
 
 
 def sharding_of(model: nn.Module) -> Sharding:

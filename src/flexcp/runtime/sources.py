@@ -6,9 +6,12 @@ rank r decoding sample i where i mod N = r, and each sample then travels to the 
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from pathlib import PurePath
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -88,6 +91,7 @@ class StreamSource:
         self._records: Iterator[Any] | None = None
         self._at = 0
         self._ended = False
+        self._prints: list[int] = []  # of the records of the step that is read
         self._shares: dict[int, tuple[dict[int, Tensor], NDArray[np.int64]]] = {}
 
     def samples(self, step: int) -> tuple[Sample, ...]:
@@ -109,7 +113,7 @@ class StreamSource:
         except Exception as error:
             self._records = None
             trouble = reading_failed(self._stream, self._at, self._rank, error)
-        sizes = self._gather(sizes, trouble)
+        sizes = self._gather(step, sizes, trouble)
         self._shares[step] = packets, sizes[:, 1]
         first = step * self._global_batch
         return tuple(Sample(first + position, tokens) for position, (tokens, _) in enumerate(sizes.tolist()))
@@ -141,8 +145,10 @@ class StreamSource:
         if self._records is None or self._at != first:
             self._at = first
             self._records = iter(self._stream.records(first))
+        self._prints = []
         for record in itertools.islice(self._records, self._global_batch):
             position = self._at - first
+            self._prints.append(record_print(record))
             if position % self._ranks == self._rank:
                 example = self._stream.decode(record)
                 if not count_tokens(example):
@@ -150,13 +156,14 @@ class StreamSource:
                 yield position, example
             self._at += 1
 
-    def _gather(self, mine: NDArray[np.int64], trouble: Exception | None) -> NDArray[np.int64]:
+    def _gather(self, step: int, mine: NDArray[np.int64], trouble: Exception | None) -> NDArray[np.int64]:
         """[samples of the step, 2]: tokens and bytes of all of them."""
         what = "gathering the lengths of a stream"
-        row = torch.tensor([trouble is not None, *mine.reshape(-1).tolist()], dtype=torch.int64)
+        seen = record_print(self._prints)
+        row = torch.tensor([trouble is not None, seen, *mine.reshape(-1).tolist()], dtype=torch.int64)
         rows = all_gather_rows(row, what, self._group)
         raise_first(rows[:, 0], trouble, what, self._group)
-        by_rank = rows[:, 1:].reshape(self._ranks, -1, 2)
+        by_rank = rows[:, 2:].reshape(self._ranks, -1, 2)
         sizes: NDArray[np.int64] = by_rank.transpose(0, 1).reshape(-1, 2)[: self._global_batch].numpy()
         count = int((sizes[:, 0] > 0).sum())
         if not sizes[:count, 0].all():
@@ -165,8 +172,56 @@ class StreamSource:
                 f"the stream ended on rank {missing % self._ranks} and went on on another rank",
                 "Stream.records must give the same records on every rank.",
             )
+        if bool((rows[:, 1] != rows[0, 1]).any()):
+            self._name_difference(step)
         self._ended = count < self._global_batch
         return sizes[:count]
+
+    def _name_difference(self, step: int) -> NoReturn:
+        """All ranks call it when they have seen different records; nothing was decoded wrongly yet."""
+        prints = self._prints + [0] * (self._global_batch - len(self._prints))
+        rows = all_gather_rows(torch.tensor(prints), "comparing the records of a stream", self._group)
+        differs = rows != rows[0]
+        position = int(differs.any(dim=0).to(torch.uint8).argmax())
+        others = differs[:, position].nonzero()[:, 0].tolist()
+        raise DisagreementError(
+            f"ranks {others} have another record {step * self._global_batch + position} of the stream than "
+            "rank 0",
+            "Stream.records must give the same records in the same order on every rank: sort what a folder "
+            "lists, seed what is shuffled.",
+        )
+
+
+def record_print(record: object) -> int:
+    """A number that equal records share on all ranks; objects without a value are of their kind alone."""
+    digest = hashlib.sha256()
+    _add(digest, record)
+    return int.from_bytes(digest.digest()[:8], "big") >> 1
+
+
+def _add(digest: hashlib._Hash, value: object) -> None:
+    """Into the digest; everything behind its kind and size, so that neighbours cannot run together."""
+    parts: Iterable[object] = ()
+    data = b""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    if value is None or isinstance(value, bool | int | float | complex | str | PurePath):
+        data = str(value).encode(errors="surrogatepass")
+    elif isinstance(value, bytes | bytearray | memoryview):
+        data = bytes(value)
+    elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        data = value.tobytes()
+    elif isinstance(value, Mapping):
+        parts = itertools.chain.from_iterable(value.items())
+    elif isinstance(value, list | tuple):
+        parts = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    size = len(value) if isinstance(value, Sized) else 1
+    digest.update(f"{type(value).__name__} {len(data)} {size} ".encode())
+    digest.update(data)
+    for part in parts:
+        _add(digest, part)
 
 
 def training_source(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flexcp.core.errors import RunError, UnsupportedError
+from flexcp.core.errors import LossError, RunError, UnsupportedError
 from flexcp.core.metrics import StepReport
 from flexcp.core.plan import Task
 from flexcp.core.trace import task_detail
@@ -187,8 +187,8 @@ class Step:
         """Reduce, clip, step the optimizer, and say what happened. Called once, on all ranks.
 
         Raises:
-            RunError: loss or gradient is not finite and `on_bad_loss` is "stop" (weights are untouched), or a
-                second call.
+            LossError: loss or gradient is not finite and `on_bad_loss` is "stop"; weights are untouched.
+            RunError: a second call.
         """
         if self._finished:
             raise RunError(f"step {self.index} was finished twice", "Call step.finish() once a step.")
@@ -243,7 +243,7 @@ class Step:
         where = "it comes from tasks with the samples" if any(told) else "its samples are"
         cause = f"step {self.index} has loss {loss} and gradient norm {grad_norm}; {where} {', '.join(names)}"
         if engine.on_bad_loss == "stop":
-            raise RunError(
+            raise LossError(
                 cause,
                 "The weights were not changed. Look at these samples, lower the learning rate, or skip such "
                 'steps (run.on_bad_loss = "skip").',

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from flexcp.core.cluster import Cluster
-from flexcp.core.errors import CheckpointError, ConfigError, DataError
+from flexcp.core.errors import CheckpointError, ConfigError, DataError, FlexCPError, LossError
 from flexcp.core.metrics import StepReport
 from flexcp.core.model_shape import ModelShape
 from flexcp.core.run_folder import trace_path
@@ -35,6 +35,7 @@ from flexcp.profiler.measure import device_name
 from flexcp.runtime.agreement import require_agreement, versions
 from flexcp.runtime.batches import MicroBatch
 from flexcp.runtime.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
+from flexcp.runtime.collectives import alike
 from flexcp.runtime.engine import Engine
 from flexcp.runtime.launch import World, num_cores
 from flexcp.runtime.sharding import shard
@@ -45,14 +46,16 @@ from flexcp.train.export import save_pretrained
 from flexcp.train.images import model_images, price_of
 from flexcp.train.model import build_model, compute_dtype, model_config
 from flexcp.train.outputs import Outputs
-from flexcp.train.utilization import Utilization, peak_flops_per_s
-
-_BUDGET = "parallel.tokens_per_rank"
+from flexcp.train.resume import BUDGET, apply_settings, changes, require_same_run, settings_of
+from flexcp.train.utilization import Utilization, peak_flops_per_s, slowest
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What is left of a run when it has ended; equal on all ranks."""
+    """What is left of a run when it has ended; equal on all ranks, but for `plan_factors` of reports.
+
+    Rank 0 alone learns costs.
+    """
 
     reports: tuple[StepReport, ...]
     eval_losses: dict[int, float]
@@ -82,17 +85,23 @@ def train(
         {**versions(), **flattened(config), "newest checkpoint": str(newest)},
         "Start all ranks with the same software, run file and --set, and run.folder on a shared disk.",
     )
-    checkpoint = checkpoint_to_resume(run.folder, resume or (elastic and bool(newest)))
-    first_step = read_state(checkpoint)["step"] if checkpoint else 0
-    shown = world.rank == 0 and not quiet
-    with Outputs(config, first_step, rank=world.rank, shown=shown) as outputs:
-        capacity = partial(_capacity_tokens, config, world)
+    with alike("opening the run folder"):
+        checkpoint = checkpoint_to_resume(run.folder, resume or (elastic and bool(newest)))
+        state = read_state(checkpoint) if checkpoint else {"step": 0}
+        first_step = state["step"]
+        shown = world.rank == 0 and not quiet
+        outputs = Outputs(config, first_step, rank=world.rank, shown=shown)
+    with outputs:
+        capacity = partial(_capacity_tokens, config, world, elastic, state.get("max_tokens"))
         corpus = open_corpus(config.data, capacity, run.seed, outputs.progress, _images(config))
         planner, model = _build(config, corpus, world)
         optimizer = _optimizer(model, config.optimizer)
         schedule = LambdaLR(optimizer, partial(learning_rate_factor, config.optimizer, run.steps))
-        outputs.describe(corpus, model, planner)
-        for text in _calibration_notices(config, corpus, world):
+        with alike("opening trackers and calibration"):
+            outputs.describe(corpus, model, planner)
+            for text in _calibration_notices(config, corpus, world):
+                outputs.notice(text)
+        if elastic and (text := _hopeless_notice(corpus, planner.cluster, _ranks_left(world))):
             outputs.notice(text)
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(StopOnSignal())
@@ -121,8 +130,9 @@ def train(
                 engine.check(corpus.evaluation)
             utilization = _utilization(config, corpus, world, outputs.notice)
             loop = _Loop(config, corpus, model, optimizer, schedule, engine, outputs, utilization)
+            loop.max_tokens = config.data.max_tokens or capacity(corpus.vocab)
             if checkpoint:
-                loop.resume(checkpoint)
+                loop.resume(checkpoint, state)
             loop.run()
         if _saves_model(config) and not engine.stopped:
             save_pretrained(model, run.folder / "model", corpus.tokenizer)
@@ -152,24 +162,23 @@ class _Loop:
         self.reports: list[StepReport] = []
         self.eval_losses: dict[int, float] = {}
         self.forward = _forward(model, config)
+        self.max_tokens = 0
         self._saved_step = -1
 
     def run(self) -> None:
-        """Train to the last step; what was reached is saved also when the data end the run."""
+        """Train to the last step; what was reached is saved also when data, loss or outputs end the run."""
         run = self.config.run
         try:
             for step in self.engine:
                 for micro in step:
                     step.backward(self.forward(micro), micro)
-                report = self.utilization.measure(step.finish())
-                self.reports.append(report)
-                self.outputs.step(report, self.optimizer.param_groups[0]["lr"], self.engine.correction)
+                self._record(step.finish())
                 done = step.index + 1
                 if _due(done, run.eval_every, run.steps):
                     self._evaluate(done)
                 if _due(done, run.checkpoint_every, run.steps):
                     self._save(done)
-        except DataError:
+        except (DataError, LossError):
             # Raised by all ranks alike before any weight was touched: nothing that was learnt is lost.
             self._save(self.engine.next_step)
             raise
@@ -178,37 +187,36 @@ class _Loop:
             self._save(done)
             self.outputs.notice(f"SIGTERM: ended after {done} of {run.steps} steps; --resume goes on")
 
-    def resume(self, checkpoint: Path) -> None:
-        """Continue from a checkpoint."""
-        state = read_state(checkpoint)
-        self._check_identity(checkpoint, state["made_with"])
+    def _record(self, finished: StepReport) -> None:
+        """Show a step and write it down; what only one rank cannot do ends all, with a checkpoint."""
+        report = slowest(finished)
+        try:
+            with alike("writing down a step"):
+                report = self.utilization.measure(report)
+                self.outputs.step(report, self.optimizer.param_groups[0]["lr"], self.engine.correction)
+        except FlexCPError:
+            self._save(report.step + 1)
+            raise
+        self.reports.append(report)
+
+    def resume(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint: weights and moments are its own, settings those of the config."""
+        config = self.config
+        now = self._identity(state["ranks"])
+        require_same_run(checkpoint.name, state["made_with"], now, new_budget=config.run.new_budget)
+        settings = settings_of(self.optimizer)
         load_checkpoint(checkpoint, self.model, self.optimizer)
         self.engine.load_state_dict(state["engine"])
-        if state["steps"] != self.config.run.steps:
-            self.outputs.notice(
-                f"the run was planned for {state['steps']} steps and now for {self.config.run.steps}: "
-                "the learning rate follows the new length from here on"
-            )
-        if state["step"] >= self.config.run.steps:
-            self.outputs.notice(f"all {self.config.run.steps} steps are done; raise run.steps to go on")
         self.schedule.load_state_dict(state["schedule"])
+        apply_settings(self.optimizer, self.schedule, settings)
+        for text in changes(state, config):
+            self.outputs.notice(text)
+        self._saved_step = state["step"]
 
-    def _identity(self) -> dict[str, str]:
-        """What a resumed run must have in common with this one."""
-        tokens = self.config.parallel.tokens_per_rank
-        return {**self.corpus.identity, _BUDGET: str(tokens or "what the hardware holds")}
-
-    def _check_identity(self, checkpoint: Path, made_with: dict[str, str]) -> None:
-        for name, value in self._identity().items():
-            old = made_with.get(name)
-            if old != value and not (name == _BUDGET and self.config.run.new_budget):
-                raise CheckpointError(
-                    f"{checkpoint.name} was made with another {name}: {old}; this run has {value}",
-                    "Resume with the same, or say run.new_budget = true: the samples stay, the plans differ."
-                    if name == _BUDGET
-                    else "Resume with the same, or start a new run in another folder. (Without "
-                    "data.max_tokens, the number of ranks decides what is too long.)",
-                )
+    def _identity(self, ranks: int) -> dict[str, str]:
+        """What a resumed run must have in common with this one; the budget is that of so many ranks."""
+        shape = shape_of(model_config(self.config.model, self.corpus.vocab, self.corpus.longest))
+        return {**self.corpus.identity, BUDGET: str(_tokens_per_rank(self.config, ranks, shape))}
 
     def _evaluate(self, done: int) -> None:
         if self.corpus.evaluation is None:
@@ -225,8 +233,11 @@ class _Loop:
         state = {
             "engine": self.engine.state_dict(),
             "schedule": {**schedule, "lr_lambdas": [None]},
-            "made_with": self._identity(),
+            "made_with": self._identity(self.engine.planner.cluster.ranks),
+            "ranks": self.engine.planner.cluster.ranks,
+            "max_tokens": self.max_tokens,
             "steps": self.config.run.steps,
+            "optimizer": self.config.optimizer.model_dump(mode="json"),
         }
         folder = self.config.run.folder / "checkpoints"
         keep = self.config.run.keep_checkpoints
@@ -251,39 +262,41 @@ def learning_rate_factor(section: OptimizerSection, steps: int, step: int) -> fl
     return section.min_lr_ratio + (1.0 - section.min_lr_ratio) * cosine
 
 
-def _images(config: TrainConfig) -> Images | None:
-    """What the model makes of images, where the data has some."""
-    if config.data.image_column is None:
-        return None
-    folder = config.model.pretrained or config.model.config
-    if folder is None:
-        raise ConfigError(
-            "data.image_column is given, and neither model.pretrained nor model.config",
-            "Name the folder of a vision-language model, or leave data.image_column out.",
-        )
-    if config.data.chat_column is not None:
-        raise ConfigError(
-            "data.image_column and data.chat_column are both given",
-            "Images stand in plain text only: write the chat as text, with <image> in it.",
-        )
-    hf_config = model_config(config.model, 1, 1)
-    checkpointing = config.run.gradient_checkpointing
-    price = price_of(hf_config, hardware_at(config.parallel.hardware), checkpointing=checkpointing)
-    return Images(model_images(hf_config, folder), price)
+def _capacity_tokens(config: TrainConfig, world: World, elastic: bool, frozen: int | None, vocab: int) -> int:
+    """The longest sample of a run, where the config names none: what all ranks together can hold.
+
+    It stays that of the first start, or samples would come and go with ranks. A run that leaves long samples
+    out and may lose ranks leaves out what the others could not hold.
+    """
+    if frozen is not None:
+        return frozen
+    ranks = _ranks_left(world) if elastic and config.data.too_long == "skip" else world.size
+    return ranks * _tokens_per_rank(config, ranks, shape_of(model_config(config.model, vocab, 1)))
 
 
-def _capacity_tokens(config: TrainConfig, world: World, vocab: int) -> int:
-    """The longest sample that all ranks together can hold; memory depends on the vocabulary."""
-    return world.size * _tokens_per_rank(config, world, shape_of(model_config(config.model, vocab, 1)))
+def _ranks_left(world: World) -> int:
+    """After a loss: of one rank, or under several nodes of one node."""
+    lost = world.local_size if world.local_size < world.size else 1
+    return max(1, world.size - lost)
 
 
-def _tokens_per_rank(config: TrainConfig, world: World, shape: ModelShape) -> int:
+def _hopeless_notice(corpus: Corpus, cluster: Cluster, left: int) -> str:
+    """What to know before a rank is lost; nothing if the others could go on."""
+    if corpus.longest <= left * cluster.tokens_per_rank:
+        return ""
+    return (
+        f"the longest sample has {corpus.longest:,} tokens; if ranks are lost, the {left} that are left hold "
+        f"{left * cluster.tokens_per_rank:,}, and the run ends (data.max_tokens leaves such samples out)"
+    )
+
+
+def _tokens_per_rank(config: TrainConfig, ranks: int, shape: ModelShape) -> int:
     parallel = config.parallel
     sharding: Literal["ddp", "zero1"] = "ddp" if parallel.sharding == "ddp" else "zero1"
     return parallel.tokens_per_rank or tokens_per_rank(
         shape,
         hardware_at(parallel.hardware),
-        world.size,
+        ranks,
         sharding=sharding,
         checkpointing=config.run.gradient_checkpointing,
         margin=parallel.memory_margin,
@@ -296,7 +309,7 @@ def _build(config: TrainConfig, corpus: Corpus, world: World) -> tuple[Planner, 
     shape = shape_of(hf_config)
     checkpointing, speed = config.run.gradient_checkpointing, _speed(world)
     cost = cost_model(shape, hardware_at(parallel.hardware), checkpointing=checkpointing, speed=speed)
-    cluster = Cluster(world.size, _tokens_per_rank(config, world, shape), parallel.ranks_per_node)
+    cluster = Cluster(world.size, _tokens_per_rank(config, world.size, shape), parallel.ranks_per_node)
     planner = Planner(cluster, cost, policy=parallel.policy, whole_below_tokens=parallel.whole_below_tokens)
     model = build_model(hf_config, config.run, world.device, config.model.pretrained)
     dtype = torch.bfloat16 if config.run.dtype == "bf16" else None

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from flexcp.core.errors import ConfigError
 from flexcp.core.metrics import StepReport
 from flexcp.core.model_shape import ModelShape
 from flexcp.cost.calibration import hardware_at, is_calibration
 from flexcp.cost.flops import model_flops
 from flexcp.cost.presets import hardware
+from flexcp.runtime.collectives import all_gather_rows, collective_device
 from flexcp.train.config import ParallelSection
 
 
@@ -30,6 +33,13 @@ def peak_flops_per_s(section: ParallelSection, *, cpu: bool, speed: float) -> fl
     if is_calibration(section.hardware):
         return speed * hardware("cpu").flops_per_s if cpu else None
     return speed * hardware_at(section.hardware).flops_per_s
+
+
+def slowest(report: StepReport) -> StepReport:
+    """With the times of the rank that took longest, so that all ranks judge alike; all call it."""
+    mine = torch.tensor([report.step_s, report.optimizer_s], dtype=torch.float64, device=collective_device())
+    step_s, optimizer_s = all_gather_rows(mine, "the times of a step").amax(dim=0).tolist()
+    return replace(report, step_s=step_s, optimizer_s=optimizer_s)
 
 
 class Utilization:

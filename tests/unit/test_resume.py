@@ -1,0 +1,208 @@
+"""Runs that end early and go on: one rank, in this process."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.distributed.test_training import losses, make_config
+
+from flexcp.core.errors import CheckpointError, ConfigError, FlexCPError, LossError
+from flexcp.runtime import checkpoint as checkpoints_module
+from flexcp.runtime.checkpoint import checkpoints, read_state, save_checkpoint
+from flexcp.runtime.launch import World, joined_world
+from flexcp.train import trainer
+from flexcp.train.outputs import Outputs
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Of one rank."""
+    with joined_world(rendezvous=tmp_path_factory.mktemp("world") / "meet") as joined:
+        yield joined
+
+
+def config_of(folder: Path, **changes: Any) -> Any:
+    """A run of one rank."""
+    return make_config(folder, **{"parallel__tokens_per_rank": 2000, "data__eval_samples": 0, **changes})
+
+
+@pytest.fixture
+def notices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the user is told."""
+    told: list[str] = []
+    monkeypatch.setattr(Outputs, "notice", lambda self, text: told.append(text))
+    return told
+
+
+def test_settings_of_the_optimizer_follow_the_config(
+    world: World, tmp_path: Path, notices: list[str]
+) -> None:
+    """A new learning rate takes effect where the run goes on, and a notice names old and new."""
+    trainer.train(world, config_of(tmp_path, run__steps=4), quiet=True)
+    changed = {"optimizer__lr": 4e-3, "optimizer__weight_decay": 0.25, "optimizer__betas": (0.8, 0.9)}
+    seen: list[Any] = []
+    save = trainer._Loop._save
+
+    def look(loop: Any, done: int) -> None:
+        seen.append(loop)
+        save(loop, done)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer._Loop, "_save", look)
+        trainer.train(world, config_of(tmp_path, run__steps=6, **changed), resume=True, quiet=True)
+
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    section = config_of(tmp_path, **changed).optimizer
+    expected = [4e-3 * trainer.learning_rate_factor(section, 6, step) for step in (5, 6)]
+    assert [line["lr"] for line in lines if "step" in line][4:] == pytest.approx(expected, rel=1e-12)
+    groups = seen[-1].optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.25, 0.0]
+    assert {tuple(group["betas"]) for group in groups} == {(0.8, 0.9)}
+    assert "optimizer.lr was 0.01 and is 0.004 from step 4 on" in notices
+    assert "optimizer.betas was [0.9, 0.95] and is [0.8, 0.9] from step 4 on" in notices
+    assert "optimizer.weight_decay was 0.1 and is 0.25 from step 4 on" in notices
+
+
+def test_a_derived_budget_is_compared(world: World, tmp_path: Path) -> None:
+    """Another share of memory is another budget, also where nobody wrote it down."""
+    trainer.train(world, config_of(tmp_path, run__steps=1, parallel__tokens_per_rank=None), quiet=True)
+    other = config_of(tmp_path, run__steps=2, parallel__tokens_per_rank=None, parallel__memory_margin=0.5)
+
+    with pytest.raises(
+        CheckpointError, match=r"another parallel.tokens_per_rank: (\d+); this run has (?!\1)"
+    ):
+        trainer.train(world, other, resume=True, quiet=True)
+
+
+def test_the_limit_is_that_of_the_first_start(world: World, tmp_path: Path, notices: list[str]) -> None:
+    """`too_long = "skip"` without a limit: samples must not come and go with ranks or budgets."""
+    given = {"data__too_long": "skip", "run__new_budget": True}
+    trainer.train(
+        world, config_of(tmp_path, run__steps=1, parallel__tokens_per_rank=600, **given), quiet=True
+    )
+    later = config_of(tmp_path, run__steps=2, parallel__tokens_per_rank=900, **given)
+    summary = trainer.train(world, later, resume=True, quiet=True)
+
+    assert [report.step for report in summary.reports] == [1]
+    assert read_state(checkpoints(tmp_path / "run" / "checkpoints")[-1])["max_tokens"] == 600
+
+
+@pytest.mark.parametrize(
+    ("size", "local", "too_long", "ranks"),
+    [(4, 4, "skip", 3), (4, 4, "error", 4), (16, 8, "skip", 8), (1, 1, "skip", 1)],
+)
+def test_an_elastic_run_leaves_out_what_the_others_could_not_hold(
+    tmp_path: Path, size: int, local: int, too_long: Any, ranks: int
+) -> None:
+    """One rank of one node, or one node of several, can be lost; and a first start decides."""
+    config = config_of(tmp_path, parallel__tokens_per_rank=100, data__too_long=too_long)
+    many = World(0, size, local, torch.device("cpu"))
+
+    assert trainer._capacity_tokens(config, many, True, None, 259) == 100 * ranks
+    assert trainer._capacity_tokens(config, many, False, None, 259) == 100 * size
+    assert trainer._capacity_tokens(config, many, True, 700, 259) == 700
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_a_checkpoint(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights were not touched, so what was reached is kept."""
+    forward = trainer._forward
+
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    def broken(model: Any, config: Any) -> Any:
+        inner = forward(model, config)
+
+        def run(micro: Any) -> Any:
+            steps_done = metrics.read_text().count("\n") if metrics.exists() else 0
+            return inner(micro).logits * (math.nan if steps_done == 2 else 1.0)
+
+        return run
+
+    monkeypatch.setattr(trainer, "_forward", broken)
+    with pytest.raises(LossError, match="step 2 has loss nan"):
+        trainer.train(world, config_of(tmp_path, run__steps=5), quiet=True)
+
+    assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == ["step-00000002"]
+
+
+def test_a_step_that_cannot_be_written_down_is_saved(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tracker that fails on rank 0 ends all ranks, and no step is lost."""
+    monkeypatch.setattr(Outputs, "_append", lambda self, record: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(FlexCPError, match="OSError: disk full"):
+        trainer.train(world, config_of(tmp_path, run__steps=5), quiet=True)
+
+    assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == ["step-00000001"]
+
+
+def test_a_resumed_run_leaves_the_checkpoint_that_it_read(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if its first step fails: nothing new was learnt."""
+    config = config_of(tmp_path, run__steps=2)
+    trainer.train(world, config, quiet=True)
+    path = checkpoints(tmp_path / "run" / "checkpoints")[-1]
+    written = (path / "flexcp.json").stat().st_mtime_ns
+    monkeypatch.setattr(
+        trainer.Engine, "__iter__", lambda self: (_ for _ in ()).throw(LossError("step 2 has loss nan"))
+    )
+    with pytest.raises(LossError):
+        trainer.train(world, config_of(tmp_path, run__steps=3), resume=True, quiet=True)
+
+    assert (path / "flexcp.json").stat().st_mtime_ns == written
+    assert sorted(losses(tmp_path / "run")) == [0, 1]
+
+
+def save(folder: Path, step: int, mark: int, keep: int = 2) -> Path:
+    """A checkpoint of nearly nothing."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return save_checkpoint(folder, step, model, optimizer, {"mark": mark}, keep)
+
+
+def test_a_checkpoint_stands_until_its_successor_does(world: World, tmp_path: Path) -> None:
+    """Killed between the two renames, the old one is there; the next save clears up."""
+    save(tmp_path, 3, mark=1)
+    rename = Path.rename
+
+    def killed(self: Path, target: Path) -> Path:
+        if self.name == "step-00000003.tmp":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, 3, mark=2)
+
+    assert [read_state(path)["mark"] for path in checkpoints(tmp_path)] == [1]
+    save(tmp_path, 3, mark=4)
+    assert [read_state(path)["mark"] for path in checkpoints(tmp_path)] == [4]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_a_removal_that_is_cut_short_leaves_no_checkpoint(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What makes it one goes first."""
+    monkeypatch.setattr(checkpoints_module.shutil, "rmtree", lambda *_, **__: None)
+    for step in (1, 2, 3):
+        save(tmp_path, step, mark=step)
+
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
+
+
+def test_a_folder_that_cannot_be_made_is_a_sentence(world: World, tmp_path: Path) -> None:
+    """On all ranks; it is rank 0 that makes it."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be made"):
+        trainer.train(world, config_of(tmp_path, run__folder=tmp_path / "file" / "run"), quiet=True)
