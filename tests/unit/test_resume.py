@@ -17,6 +17,7 @@ from flexcp.runtime import checkpoint as checkpoints_module
 from flexcp.runtime.checkpoint import checkpoints, read_state, save_checkpoint
 from flexcp.runtime.launch import World, joined_world
 from flexcp.train import trainer
+from flexcp.train.capacity import capacity_tokens
 from flexcp.train.outputs import Outputs
 
 
@@ -104,9 +105,9 @@ def test_an_elastic_run_leaves_out_what_the_others_could_not_hold(
     config = config_of(tmp_path, parallel__tokens_per_rank=100, data__too_long=too_long)
     many = World(0, size, local, torch.device("cpu"))
 
-    assert trainer._capacity_tokens(config, many, True, None, 259) == 100 * ranks
-    assert trainer._capacity_tokens(config, many, False, None, 259) == 100 * size
-    assert trainer._capacity_tokens(config, many, True, 700, 259) == 700
+    assert capacity_tokens(config, many, True, None, 259) == 100 * ranks
+    assert capacity_tokens(config, many, False, None, 259) == 100 * size
+    assert capacity_tokens(config, many, True, 700, 259) == 700
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_a_checkpoint(

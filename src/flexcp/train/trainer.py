@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import CheckpointError, ConfigError, DataError, FlexCPError, LossError
 from flexcp.core.metrics import StepReport
-from flexcp.core.model_shape import ModelShape
 from flexcp.core.run_folder import trace_path
 from flexcp.core.trace import TraceWriter
 from flexcp.cost.calibration import hardware_at, is_calibration, read_calibration
 from flexcp.cost.doubts import doubts
-from flexcp.cost.memory import tokens_per_rank
 from flexcp.cost.model import cost_model
 from flexcp.integrations.transformers import blocks_of, enable, shape_of
 from flexcp.planner import Planner
@@ -40,6 +38,7 @@ from flexcp.runtime.engine import Engine
 from flexcp.runtime.launch import World, num_cores
 from flexcp.runtime.sharding import shard
 from flexcp.runtime.signals import StopOnSignal
+from flexcp.train.capacity import budget_tokens, capacity_tokens, hopeless_notice, ranks_left
 from flexcp.train.config import OptimizerSection, TrainConfig, flattened
 from flexcp.train.corpus import Corpus, Images, open_corpus
 from flexcp.train.export import save_pretrained
@@ -92,7 +91,7 @@ def train(
         shown = world.rank == 0 and not quiet
         outputs = Outputs(config, first_step, rank=world.rank, shown=shown)
     with outputs:
-        capacity = partial(_capacity_tokens, config, world, elastic, state.get("max_tokens"))
+        capacity = partial(capacity_tokens, config, world, elastic, state.get("max_tokens"))
         corpus = open_corpus(config.data, capacity, run.seed, outputs.progress, _images(config))
         planner, model = _build(config, corpus, world)
         optimizer = _optimizer(model, config.optimizer)
@@ -101,7 +100,7 @@ def train(
             outputs.describe(corpus, model, planner)
             for text in _calibration_notices(config, corpus, world):
                 outputs.notice(text)
-        if elastic and (text := _hopeless_notice(corpus, planner.cluster, _ranks_left(world))):
+        if elastic and (text := hopeless_notice(corpus.longest, planner.cluster, ranks_left(world))):
             outputs.notice(text)
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(StopOnSignal())
@@ -216,7 +215,7 @@ class _Loop:
     def _identity(self, ranks: int) -> dict[str, str]:
         """What a resumed run must have in common with this one; the budget is that of so many ranks."""
         shape = shape_of(model_config(self.config.model, self.corpus.vocab, self.corpus.longest))
-        return {**self.corpus.identity, BUDGET: str(_tokens_per_rank(self.config, ranks, shape))}
+        return {**self.corpus.identity, BUDGET: str(budget_tokens(self.config, ranks, shape))}
 
     def _evaluate(self, done: int) -> None:
         if self.corpus.evaluation is None:
@@ -262,45 +261,25 @@ def learning_rate_factor(section: OptimizerSection, steps: int, step: int) -> fl
     return section.min_lr_ratio + (1.0 - section.min_lr_ratio) * cosine
 
 
-def _capacity_tokens(config: TrainConfig, world: World, elastic: bool, frozen: int | None, vocab: int) -> int:
-    """The longest sample of a run, where the config names none: what all ranks together can hold.
-
-    It stays that of the first start, or samples would come and go with ranks. A run that leaves long samples
-    out and may lose ranks leaves out what the others could not hold.
-    """
-    if frozen is not None:
-        return frozen
-    ranks = _ranks_left(world) if elastic and config.data.too_long == "skip" else world.size
-    return ranks * _tokens_per_rank(config, ranks, shape_of(model_config(config.model, vocab, 1)))
-
-
-def _ranks_left(world: World) -> int:
-    """After a loss: of one rank, or under several nodes of one node."""
-    lost = world.local_size if world.local_size < world.size else 1
-    return max(1, world.size - lost)
-
-
-def _hopeless_notice(corpus: Corpus, cluster: Cluster, left: int) -> str:
-    """What to know before a rank is lost; nothing if the others could go on."""
-    if corpus.longest <= left * cluster.tokens_per_rank:
-        return ""
-    return (
-        f"the longest sample has {corpus.longest:,} tokens; if ranks are lost, the {left} that are left hold "
-        f"{left * cluster.tokens_per_rank:,}, and the run ends (data.max_tokens leaves such samples out)"
-    )
-
-
-def _tokens_per_rank(config: TrainConfig, ranks: int, shape: ModelShape) -> int:
-    parallel = config.parallel
-    sharding: Literal["ddp", "zero1"] = "ddp" if parallel.sharding == "ddp" else "zero1"
-    return parallel.tokens_per_rank or tokens_per_rank(
-        shape,
-        hardware_at(parallel.hardware),
-        ranks,
-        sharding=sharding,
-        checkpointing=config.run.gradient_checkpointing,
-        margin=parallel.memory_margin,
-    )
+def _images(config: TrainConfig) -> Images | None:
+    """What the model makes of images, where the data has some."""
+    if config.data.image_column is None:
+        return None
+    folder = config.model.pretrained or config.model.config
+    if folder is None:
+        raise ConfigError(
+            "data.image_column is given, and neither model.pretrained nor model.config",
+            "Name the folder of a vision-language model, or leave data.image_column out.",
+        )
+    if config.data.chat_column is not None:
+        raise ConfigError(
+            "data.image_column and data.chat_column are both given",
+            "Images stand in plain text only: write the chat as text, with <image> in it.",
+        )
+    hf_config = model_config(config.model, 1, 1)
+    checkpointing = config.run.gradient_checkpointing
+    price = price_of(hf_config, hardware_at(config.parallel.hardware), checkpointing=checkpointing)
+    return Images(model_images(hf_config, folder), price)
 
 
 def _build(config: TrainConfig, corpus: Corpus, world: World) -> tuple[Planner, nn.Module]:
@@ -309,7 +288,7 @@ def _build(config: TrainConfig, corpus: Corpus, world: World) -> tuple[Planner, 
     shape = shape_of(hf_config)
     checkpointing, speed = config.run.gradient_checkpointing, _speed(world)
     cost = cost_model(shape, hardware_at(parallel.hardware), checkpointing=checkpointing, speed=speed)
-    cluster = Cluster(world.size, _tokens_per_rank(config, world.size, shape), parallel.ranks_per_node)
+    cluster = Cluster(world.size, budget_tokens(config, world.size, shape), parallel.ranks_per_node)
     planner = Planner(cluster, cost, policy=parallel.policy, whole_below_tokens=parallel.whole_below_tokens)
     model = build_model(hf_config, config.run, world.device, config.model.pretrained)
     dtype = torch.bfloat16 if config.run.dtype == "bf16" else None
