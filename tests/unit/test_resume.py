@@ -17,7 +17,7 @@ from flexcp.runtime import checkpoint as checkpoints_module
 from flexcp.runtime.checkpoint import checkpoints, read_state, save_checkpoint
 from flexcp.runtime.launch import World, joined_world
 from flexcp.train import trainer
-from flexcp.train.capacity import capacity_tokens
+from flexcp.train.capacity import capacity_tokens, hopeless_notice
 from flexcp.train.outputs import Outputs
 
 
@@ -207,3 +207,14 @@ def test_a_folder_that_cannot_be_made_is_a_sentence(world: World, tmp_path: Path
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be made"):
         trainer.train(world, config_of(tmp_path, run__folder=tmp_path / "file" / "run"), quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("longest", "words"), [(300, ""), (301, "if ranks are lost, the 3 that are left hold 300")]
+)
+def test_a_run_that_could_not_lose_a_rank_says_so(longest: int, words: str) -> None:
+    """At its start, with what would help."""
+    text = hopeless_notice(longest, 100, 3)
+
+    assert words in text
+    assert ("data.max_tokens" in text) == bool(words)

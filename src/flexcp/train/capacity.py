@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from flexcp.core.cluster import Cluster
 from flexcp.core.model_shape import ModelShape
 from flexcp.cost.calibration import hardware_at
 from flexcp.cost.memory import tokens_per_rank
@@ -32,13 +31,13 @@ def ranks_left(world: World) -> int:
     return max(1, world.size - lost)
 
 
-def hopeless_notice(longest_tokens: int, cluster: Cluster, left: int) -> str:
+def hopeless_notice(longest_tokens: int, rank_tokens: int, left: int) -> str:
     """What to know before a rank is lost; nothing if the others could go on."""
-    if longest_tokens <= left * cluster.tokens_per_rank:
+    if longest_tokens <= left * rank_tokens:
         return ""
     return (
         f"the longest sample has {longest_tokens:,} tokens; if ranks are lost, the {left} that are left hold "
-        f"{left * cluster.tokens_per_rank:,}, and the run ends (data.max_tokens leaves such samples out)"
+        f"{left * rank_tokens:,}, and the run ends (data.max_tokens leaves such samples out)"
     )
 
 

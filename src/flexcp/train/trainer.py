@@ -98,10 +98,8 @@ def train(
         schedule = LambdaLR(optimizer, partial(learning_rate_factor, config.optimizer, run.steps))
         with alike("opening trackers and calibration"):
             outputs.describe(corpus, model, planner)
-            for text in _calibration_notices(config, corpus, world):
+            for text in _notices(config, corpus, world, ranks_left(world) if elastic else world.size):
                 outputs.notice(text)
-        if elastic and (text := hopeless_notice(corpus.longest, planner.cluster, ranks_left(world))):
-            outputs.notice(text)
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(StopOnSignal())
             stack.enter_context(enable(model))
@@ -307,6 +305,13 @@ def _utilization(
     shape = shape_of(model_config(config.model, corpus.vocab, corpus.longest))
     peak = peak_flops_per_s(config.parallel, cpu=cpu, speed=_speed(world))
     return Utilization(shape, peak, world.size, config.parallel.hardware, cpu=cpu, notice=notice)
+
+
+def _notices(config: TrainConfig, corpus: Corpus, world: World, left: int) -> tuple[str, ...]:
+    """What the user should know before step 0; `left` ranks are to go on if some are lost."""
+    shape = shape_of(model_config(config.model, corpus.vocab, corpus.longest))
+    hopeless = hopeless_notice(corpus.longest, budget_tokens(config, left, shape), left)
+    return (*_calibration_notices(config, corpus, world), *([hopeless] if hopeless else []))
 
 
 def _calibration_notices(config: TrainConfig, corpus: Corpus, world: World) -> tuple[str, ...]:
