@@ -19,15 +19,20 @@ from tests.vision_models import (
     tiny_vision_model,
 )
 
+from flexcp.core.cluster import Cluster
 from flexcp.core.errors import DataError, UnsupportedError
 from flexcp.core.layout import make_layout
 from flexcp.core.sample import Sample
-from flexcp.integrations.transformers import enable
+from flexcp.cost import cost_model, hardware
+from flexcp.integrations.transformers import enable, shape_of
 from flexcp.integrations.transformers.config import check_supported
 from flexcp.integrations.transformers.encoders import family_of
+from flexcp.integrations.transformers.hooks import checkpoint_layers
 from flexcp.integrations.transformers.sharing import SampleImages, deal, make_route, share_features
 from flexcp.integrations.transformers.vision import vision_inputs
-from flexcp.runtime.batches import TaskContext
+from flexcp.planner import make_plan
+from flexcp.runtime.batches import TaskContext, planned_sample
+from flexcp.runtime.sources import MapSource
 
 WIDTH = 3
 
@@ -228,3 +233,69 @@ def test_an_older_transformers_is_refused(family: str, monkeypatch: pytest.Monke
             enable(model)
     with enable(model):
         pass
+
+
+def one_rank_gradients(
+    model: Any, dataset: VisionDataset, indices: tuple[int, ...], dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """Gradients of the summed loss of a pack on one rank."""
+    layout = make_layout(tuple(dataset.sample(i) for i in indices), 1, 0)
+    examples = {place: dataset[index] for place, index in enumerate(indices)}
+    ids = torch.from_numpy(np.concatenate([examples[p.index]["input_ids"] for p in layout.pieces(0)]))[None]
+    positions = torch.cat([torch.arange(p.rows) for p in layout.pieces(0)])[None]
+
+    def work(exchange: ThreadExchange) -> None:
+        context = TaskContext(layout, exchange, 0, examples)  # type: ignore[arg-type]
+        with enable(model), torch.autocast("cpu", dtype, enabled=dtype is not None):
+            logits = model(input_ids=ids, position_ids=positions, flexcp=context).logits
+            logits.float().log_softmax(-1)[0, :, 0].sum().backward()
+
+    model.zero_grad()
+    run_members(1, work)
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recomputed_layers_and_autocast(family: str) -> None:
+    """Layers of encoder and decoder that are run again give the same gradients; bf16 gives them roughly."""
+    model, dataset = tiny_vision_model(family), VisionDataset(family, MIXED)
+    expected = one_rank_gradients(model, dataset, (0, 2, 6))
+    checkpoint_layers(model)
+    for name, grad in one_rank_gradients(model, dataset, (0, 2, 6)).items():
+        assert torch.allclose(grad, expected[name], rtol=1e-5, atol=1e-6), name
+
+    largest = max(float(grad.abs().max()) for grad in expected.values())
+    for name, grad in one_rank_gradients(model, dataset, (0, 2, 6), torch.bfloat16).items():
+        assert float((grad - expected[name]).norm() / (expected[name].norm() + 1e-3 * largest)) < 0.1, name
+
+
+class Told:
+    """Data that say themselves how the planner is to see them."""
+
+    lengths = np.array([30, 5])
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        raise AssertionError("nothing is read for a plan")
+
+    def sample(self, index: int) -> Sample:
+        return Sample(index, int(self.lengths[index]), ((2, 5),), 10**7 + index)
+
+
+def test_the_planner_sees_what_the_data_say() -> None:
+    """Spans and encoder work reach it unread; without `sample`, lengths alone; contradictions are refused."""
+    source = MapSource(Told(), lambda step: [1, 0], 0)
+    assert source.samples(0) == (Sample(1, 5, ((2, 5),), 10**7 + 1), Sample(0, 30, ((2, 5),), 10**7))
+    cost = cost_model(shape_of(tiny_vision_config("qwen3_vl")), hardware("cpu"))
+    plan = make_plan(source.samples(0), Cluster(2, 100), cost)
+    text = make_plan([Sample(1, 5, ((2, 5),)), Sample(0, 30, ((2, 5),))], Cluster(2, 100), cost)
+    assert plan.step_s > text.step_s
+    assert planned_sample(VisionDataset("internvl", MIXED), 1) == Sample(1, 31)
+
+    told = Told()
+    told.lengths = np.array([30, 6])
+    told.sample = lambda index: Sample(index, 5)  # type: ignore[method-assign]
+    with pytest.raises(DataError, match=r"sample\(1\) is sample 1 of 5 tokens; by its lengths it has 6"):
+        planned_sample(told, 1)
