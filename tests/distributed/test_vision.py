@@ -77,6 +77,12 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return grads
 
 
+def freeze(model: Any) -> None:
+    """All but the projector, as in the first stage of training."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("merger" in name or "projector" in name)
+
+
 def some_steps(model: Any, planner: Any, dataset: Any, steps: int = 1) -> list[dict[str, Any]]:
     """Steps over all samples: this rank's share of the loss, every full gradient, what it encoded."""
     from flexcp.runtime.engine import Engine
@@ -90,7 +96,8 @@ def some_steps(model: Any, planner: Any, dataset: Any, steps: int = 1) -> list[d
         with_kwargs=True,
     )
     results = []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.0)
     with Engine(model, optimizer, planner, dataset, global_batch=len(dataset), steps=steps) as engine:
         for step in engine:
             encoded.clear()
@@ -177,6 +184,9 @@ def all_cases(world: Any) -> dict[Any, Any]:
             for name, data in (("cut", CUT_IMAGE), ("frames", MANY_FRAMES)):
                 results[family, name] = some_steps(model, Together(3), VisionDataset(family, data))
             results[family, "noise"] = noise_passes_by(model, family, (1, 2, 3))
+            freeze(model)
+            planner = RandomPlanner(world.size, 6, whole_below_tokens=20)
+            results[family, "frozen"] = some_steps(model, planner, VisionDataset(family, MIXED), PLANS)
     return results
 
 
@@ -186,11 +196,15 @@ def results() -> list[dict[Any, Any]]:
     return run_ranks(all_cases, RANKS, deadline_s=250.0)
 
 
-def one_process(family: str, data: list[Any]) -> tuple[VisionDataset, float, dict[str, torch.Tensor]]:
+def one_process(
+    family: str, data: list[Any], frozen: bool = False
+) -> tuple[VisionDataset, float, dict[str, torch.Tensor]]:
     """The data, and loss and gradients of their samples run one by one."""
-    key = (family, str(data))
+    key = (family, str(data), frozen)
     if key not in _REFERENCES:
         model, dataset = tiny_vision_model(family), VisionDataset(family, data)
+        if frozen:
+            freeze(model)
         loss = vision_reference(model, dataset, range(len(dataset)))
         _REFERENCES[key] = dataset, loss, gradients(model)
     return _REFERENCES[key]
@@ -211,9 +225,11 @@ def trained_by_one_process(family: str) -> tuple[dict[str, torch.Tensor], list[s
     return after, [name for name in after if not torch.equal(after[name], before[name])]
 
 
-def check(by_rank: list[dict[str, Any]], family: str, data: list[Any], what: str) -> None:
+def check(
+    by_rank: list[dict[str, Any]], family: str, data: list[Any], what: str, frozen: bool = False
+) -> None:
     """Hold loss and every gradient, on every rank, to those of one process; no image was encoded twice."""
-    dataset, loss, expected = one_process(family, data)
+    dataset, loss, expected = one_process(family, data, frozen)
     # Softmax does not see a bias on keys: what is left of its gradient is rounding.
     floor = 1e-6 * max(float(grad.abs().max()) for grad in expected.values())
     assert sum(result["loss"] for result in by_rank) == pytest.approx(loss, rel=1e-5), what
@@ -272,3 +288,11 @@ def test_noise_stays_in_its_sample(family: str, results: list[dict[Any, Any]]) -
     """Text and images of the first sample of a pack become noise; nothing of the second moves, to the bit."""
     for result in results:
         assert result[family, "noise"] == [(True, True)] * 3  # degrees 1, 2, 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_projector_before_a_frozen_model(family: str, results: list[dict[Any, Any]]) -> None:
+    """Ranks and packs without images have no gradient of their own, and still pass on those of others."""
+    for plan in range(PLANS):
+        by_rank = [result[family, "frozen"][plan] for result in results]
+        check(by_rank, family, MIXED, f"{family}, frozen, plan {plan}", frozen=True)

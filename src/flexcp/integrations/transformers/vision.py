@@ -36,16 +36,25 @@ def require_encoder_outputs(model: Any) -> None:
 def vision_inputs(
     model: Any, family: Family, context: TaskContext, keywords: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Keywords of the forward that a pack with images needs beside its rows; none for a pack of text.
+    """Keywords of the forward that a pack with images needs beside its rows; none for most packs of text.
 
     Raises:
         DataError: a sample whose tokens, images and spans do not fit together; it is named.
     """
     images = _images(family, context)
-    if not images:
-        return {}
     ids: Tensor = keywords["input_ids"]
-    features = _features(model, family, context, images, ids.device)
+    embeddings = model.get_input_embeddings().weight
+    trained = any(p.requires_grad for name in family.modules for p in getattr(model.model, name).parameters())
+    if not images:
+        if not trained or embeddings.requires_grad:
+            return {}
+        # A projector is trained before a frozen language model. Other ranks of the group have gradients to
+        # pass through it, so this one runs its backward too: from features of no row.
+        nothing = torch.zeros(
+            (0, family.width), dtype=embeddings.dtype, device=ids.device, requires_grad=True
+        )
+        return {"mm_encoder_outputs": family.outputs(nothing, ids)}
+    features = _features(model, family, context, images, embeddings.dtype, ids.device, trained=trained)
     inputs: dict[str, Any] = {"mm_encoder_outputs": family.outputs(features, ids)}
     positions = _positions(model, family, context, images)
     if positions is not None:
@@ -73,17 +82,18 @@ def _features(
     family: Family,
     context: TaskContext,
     images: Mapping[int, SampleImages],
+    dtype: torch.dtype,
     device: torch.device,
+    *,
+    trained: bool,
 ) -> Tensor:
     """[image rows of this rank, width], in the order of the rows."""
     route = make_route(context.layout, context.exchange.member, images)
-    dtype = model.get_input_embeddings().weight.dtype
     parts: list[tuple[Example, int]] = [(context.examples[index], unit) for index, unit in route.encode]
     if parts:
         features = family.encode(model, parts, device).to(dtype)
     else:
         features = torch.zeros((0, family.width), dtype=dtype, device=device)
-    trained = any(p.requires_grad for name in family.modules for p in getattr(model.model, name).parameters())
     return share_features(features, route, context.exchange, trained=trained)
 
 
