@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tests.unit.test_calibration import SETUP, tasks
 from tests.unit.test_outputs import report
 
@@ -13,8 +14,9 @@ from flexcp.core.errors import ConfigError
 from flexcp.core.model_shape import ModelShape
 from flexcp.cost.calibration import fit_calibration
 from flexcp.cost.presets import hardware
+from flexcp.train import utilization as module
 from flexcp.train.config import ParallelSection
-from flexcp.train.utilization import Utilization, peak_flops_per_s
+from flexcp.train.utilization import Utilization, peak_flops_per_s, slowest
 
 TINY = ModelShape("tiny", 1, 2, heads=1, kv_heads=1, head_dim=2, intermediate=4, vocab=8)
 STEP = replace(report(7, 1.0), mfu=None, tokens=2000, pairs=1_000_000, step_s=2.0)
@@ -72,3 +74,12 @@ def test_the_peak_is_the_presets_or_what_the_user_says(tmp_path: Path) -> None:
     assert peak_flops_per_s(profiled, cpu=True, speed=2.0) == 2 * hardware("cpu").flops_per_s
     said = ParallelSection(hardware=str(machine), peak_flops_per_s=5e14)
     assert peak_flops_per_s(said, cpu=False, speed=1.0) == 5e14
+
+
+def test_the_time_that_is_judged_is_that_of_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or one rank alone would be above its peak, and end alone."""
+    gathered = torch.tensor([[2.0, 0.5], [3.0, 0.25]], dtype=torch.float64)
+    monkeypatch.setattr(module, "collective_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(module, "all_gather_rows", lambda mine, what: gathered)
+
+    assert slowest(replace(STEP, optimizer_s=0.5)) == replace(STEP, step_s=3.0, optimizer_s=0.5)
