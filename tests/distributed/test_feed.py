@@ -362,7 +362,7 @@ def test_a_stream_that_one_rank_cannot_read_ends_all_with_one_sentence(by_rank: 
         "records": "DataError: rank 1 could not read shard-0/8: OSError: the disk is gone\n",
         "cannot travel": "DataError: rank 1 could not read shard-0/6: its 'image' is a object, which cannot",
         "no tokens": "DataError: rank 1 could not read shard-0/6: it has no tokens\nLeave such samples out",
-        "labels": "DataError: rank 1 could not read shard-0/6: it has 7 tokens and 6 labels\nGive a label",
+        "labels": "DataError: rank 1 could not read shard-0/6: it has 23 tokens and 22 labels\nGive",
         "too long": "SampleTooLongError: sample 6 has 400 tokens; 2 ranks x 96 tokens hold 192\nIt fits on 5",
         "ends early": "DisagreementError: the stream ended on rank 1 and went on on another rank\n",
     }.items():
