@@ -6,6 +6,7 @@ which Megatron takes from Transformer Engine, is dense attention over gathered k
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -68,4 +69,8 @@ def _slice(sample: dict[str, Any]) -> dict[str, Any]:
         name: nn.functional.pad(sample[name], (0, fill))
         for name in ("tokens", "labels", "loss_mask", "position_ids")
     }
-    return {**get_batch_on_this_cp_rank(rows), "attention_mask": None, "packed_seq_params": None}
+    # Newer releases also cut for their own dynamic layout, and ask which it is and for whom.
+    options: dict[str, Any] = {"cp_group": parallel_state.get_context_parallel_group(), "is_hybrid_cp": False}
+    known = inspect.signature(get_batch_on_this_cp_rank).parameters
+    cut = get_batch_on_this_cp_rank(rows, **{name: value for name, value in options.items() if name in known})
+    return {**cut, "attention_mask": None, "packed_seq_params": None}
