@@ -2,6 +2,9 @@
 
     torchrun --nproc-per-node 8 examples/megatron_pretrain.py --tensor 2 --pipeline 2 --folder runs/megatron
 
+Needs GPUs: on CPUs Megatron-Core runs only under the shim of FlexCP's tests (tests/megatron/on_cpu.py).
+Sequence parallelism is on where Transformer Engine is installed, since Megatron's own norm has none.
+
 Trains a small byte-level model on the sources of Python's standard library, whose lengths have a long tail.
 Start it again with more --steps, and it goes on from its checkpoint. `flexcp report runs/megatron` shows it.
 """
@@ -245,7 +248,7 @@ def pretrain(world: flexcp.World, options: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Sizes that suit a few minutes on CPUs; give larger ones to GPUs."""
+    """Sizes for a first try; give larger ones to a real model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/megatron"))
     parser.add_argument("--tensor", type=int, default=1)

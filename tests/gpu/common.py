@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -13,14 +14,28 @@ import torch
 
 @dataclass(frozen=True)
 class Place:
-    """Where the check runs; `quick` is the form that a CPU does in a minute."""
+    """Where the check runs; `quick` is the form that a CPU does in a minute.
+
+    Attributes:
+        ends_s: nothing begins later, on `time.monotonic`.
+    """
 
     device: torch.device
     quick: bool
+    ends_s: float = math.inf
 
     @property
     def is_cpu(self) -> bool:
         return self.device.type == "cpu"
+
+    @property
+    def left_s(self) -> float:
+        """0 when the time is up."""
+        return max(0.0, self.ends_s - time.monotonic())
+
+    def deadline_s(self, most_s: float) -> float:
+        """Of a world of ranks that is started now; one of 0 would not be said to have been late."""
+        return max(1.0, min(most_s, self.left_s))
 
 
 @dataclass(frozen=True)
@@ -48,6 +63,11 @@ def seconds_of(work: Callable[[], Any], device: torch.device, repeats: int = 5) 
 def synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize()
+
+
+def too_late(name: str) -> Row:
+    """For what was left out."""
+    return Row(name, "not begun: the time is up", ok=False)
 
 
 def judged(name: str, error: float, bound: float) -> Row:

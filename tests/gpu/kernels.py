@@ -10,11 +10,19 @@ import torch
 from torch import Tensor
 
 from flexcp.attention.group import _METHODS
-from flexcp.attention.kernels import CpuKernel, DenseKernel, EfficientKernel, FlashKernel, efficient, flash
+from flexcp.attention.kernels import (
+    CpuKernel,
+    DenseKernel,
+    EfficientKernel,
+    FlashKernel,
+    efficient,
+    flash,
+    kernel_for,
+)
 from flexcp.core.layout import Layout, make_layout, windowed
 from flexcp.core.plan import ExchangeKind
 from flexcp.core.sample import Sample, samples_from_lengths
-from tests.gpu.common import Place, Row, judged
+from tests.gpu.common import Place, Row, judged, too_late
 from tests.reference import (
     Attended,
     ThreadExchange,
@@ -45,8 +53,10 @@ def entries(place: Place) -> Iterator[tuple[str, Any, torch.dtype, tuple[int, ..
     wide = (64, 128, 256)
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         yield f"flash {name}", FlashKernel(), dtype, wide
-        yield f"efficient {name}, odd widths", EfficientKernel(), dtype, (7, 100)
-    yield "efficient fp32", EfficientKernel(), torch.float32, (*wide, 40)
+        yield f"efficient {name}, wide heads", EfficientKernel(), dtype, (264, 320)
+        yield f"dense {name}, odd widths", DenseKernel(), dtype, (7, 100)
+    yield "efficient fp32", EfficientKernel(), torch.float32, (*wide, 100)
+    yield "dense fp32, odd widths", DenseKernel(), torch.float32, (7,)
     yield "dense fp64", DenseKernel(), torch.float64, (64,)
 
 
@@ -54,6 +64,13 @@ def check_kernels(place: Place) -> list[Row]:
     """One row an entry: its worst error of out, lse, dq, dk and dv over all cases."""
     rows = [Row(f"operators of {name}", reason or "as called", not reason) for name, reason in _operators()]
     for name, kernel, dtype, widths in entries(place):
+        if not place.left_s:
+            rows.append(too_late(name))
+            continue
+        chosen = {type(kernel_for(place.device, dtype, width)) for width in widths}
+        if not all(isinstance(kernel, kind) for kind in chosen):
+            names = ", ".join(sorted(kind.__name__ for kind in chosen))
+            rows.append(Row(name, f"the table chooses {names}", ok=False))
         worst = max(_errors(place, kernel, dtype, width) for width in widths)
         rows.append(judged(f"{name} x {'/'.join(map(str, widths))}", worst, BANDS[dtype]))
     return rows

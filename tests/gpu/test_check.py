@@ -85,6 +85,22 @@ def test_a_kernel_that_is_a_little_wrong_is_a_failed_row(monkeypatch: pytest.Mon
     assert rows[-1].value.startswith("1.0e-04")
 
 
+def test_there_is_one_deadline_for_all_sections() -> None:
+    """What is late is a failed row, inside of sections too; ranks get no more than what is left."""
+    import time
+
+    from tests.gpu import kernels, ring
+    from tests.gpu.common import Place
+
+    late = Place(torch.device("cpu"), quick=True, ends_s=0.0)
+    for rows in (kernels.check_kernels(late)[2:], ring.check_ring(late)):
+        assert rows
+        assert all(row.value == "not begun: the time is up" and row.ok is False for row in rows)
+    assert late.deadline_s(100.0) == 1.0
+    assert 5.0 < Place(torch.device("cpu"), True, time.monotonic() + 20.0).deadline_s(100.0) <= 20.0
+    assert Place(torch.device("cpu"), quick=True).deadline_s(100.0) == 100.0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "heads"), [(8, 8), (64, 64), (65, 4), (1, 8)])
 def test_log_sum_exps_of_flash_are_heads_first(rows: int, heads: int) -> None:

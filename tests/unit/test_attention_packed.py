@@ -359,7 +359,7 @@ def test_an_operator_of_another_form_is_noticed() -> None:
 def test_the_table_serves_cuda_by_dtype_and_width(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Flash where it can, efficient attention for the rest, dense in fp64, and where torch differs."""
+    """Flash where it can, efficient attention where heads are whole 16 bytes, else and in fp64 dense."""
     device, capability = torch.device("cuda", 0), [(9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
 
@@ -369,11 +369,14 @@ def test_the_table_serves_cuda_by_dtype_and_width(
 
     for dtype in (torch.bfloat16, torch.float16):
         assert [served(dtype, width) for width in (64, 128, 256)] == [FlashKernel] * 3
-        assert [served(dtype, width) for width in (7, 320)] == [EfficientKernel] * 2
-    assert served(torch.float32, 128) is EfficientKernel
+        assert [served(dtype, width) for width in (264, 320)] == [EfficientKernel] * 2
+        assert [served(dtype, width) for width in (7, 100, 260)] == [DenseKernel] * 3
+    assert [served(torch.float32, width) for width in (4, 100, 128, 300)] == [EfficientKernel] * 4
+    assert [served(torch.float32, width) for width in (7, 50)] == [DenseKernel] * 2
     assert served(torch.float64, 128) is DenseKernel
     capability[0] = (7, 5)
-    assert served(torch.bfloat16, 128) is EfficientKernel
+    assert [served(dtype, 128) for dtype in (torch.float16, torch.float32)] == [EfficientKernel] * 2
+    assert served(torch.bfloat16, 128) is DenseKernel
     entries = [(place, kernel, "aten::x wants y as well") for place, kernel, _ in table._TABLE]
     monkeypatch.setattr(table, "_TABLE", entries)
     with caplog.at_level(logging.WARNING):

@@ -1,9 +1,10 @@
-"""Memory-efficient attention on CUDA by torch's own operators: fp32, and head widths that flash refuses.
+"""Memory-efficient attention on CUDA by torch's own operators: fp32, and heads too wide for flash.
 
 Called below autograd, like flash, a tile a call. Read in torch's source
 (aten/src/ATen/native/transformers/cuda/attention_backward.cu and mem_eff_attention): as many key/value heads
 as query heads are wanted; mask type 1 is causal from the top left; the log-sum-exp is fp32 [1, Hq, T] with T
-rounded up to a multiple of 32, and rows beyond T are +inf, so that they weigh nothing.
+rounded up to a multiple of 32, and rows beyond T are +inf, so that they weigh nothing. Heads are read 16 bytes
+at a time, and bf16 needs compute capability 8.0 (kernel_forward.h there, `kAlignmentQ`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from flexcp.attention.merge import accumulator_dtype
 _FORWARD, _BACKWARD = "_efficient_attention_forward", "_efficient_attention_backward"
 _INPUTS = ["query Tensor", "key Tensor", "value Tensor", "bias Tensor"]
 _FULL, _CAUSAL = 0, 1  # mask types
+_ALIGNED_BYTES = 16  # heads are read in pieces of so many
+_OLDEST_BF16 = (8, 0)  # compute capability
 _ROWS = 32  # the log-sum-exp comes and goes in blocks of so many rows
 
 
@@ -33,11 +36,15 @@ def why_not() -> str:
 
 
 class EfficientKernel:
-    """Never forms scores; any head width."""
+    """Never forms scores; head widths of whole 16 bytes."""
 
     def serves(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
         """See `Kernel.serves`."""
-        return device.type == "cuda" and dtype != torch.float64 and torch.version.hip is None
+        if device.type != "cuda" or dtype == torch.float64 or torch.version.hip is not None:
+            return False
+        if head_dim * dtype.itemsize % _ALIGNED_BYTES:
+            return False
+        return dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) >= _OLDEST_BF16
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""

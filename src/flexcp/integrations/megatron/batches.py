@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from flexcp.attention.upload import upload
 from flexcp.core.layout import make_layout
 from flexcp.core.plan import Plan
 from flexcp.runtime.batches import MicroBatch, TaskContext
@@ -29,13 +31,17 @@ class SeqParams(PackedSeqParams):  # type: ignore[misc]  # Megatron is untyped
     Attributes:
         context: layout and exchange of the group.
         positions: [T], of the local rows in their uncut samples.
+        table_rows: a power of two above every position, known to the host.
         sample_of_row: [T], which sample of the pack each row is of; their number where it is padding.
+        sample_tokens: fp32 [samples + 1], of each sample; last that of padding, which is infinite.
         passes: when passes of the model began and ended in this process, on its `time.perf_counter`.
     """
 
     context: TaskContext
     positions: Tensor
+    table_rows: int
     sample_of_row: Tensor
+    sample_tokens: Tensor
     passes: list[tuple[float, float]] = field(default_factory=list)
 
 
@@ -90,10 +96,12 @@ def idle_batch(transport: Transport, multiple: int, device: torch.device) -> Bat
 
 
 def _seq_params(context: TaskContext, positions: Tensor) -> SeqParams:
-    pieces = context.layout.pieces(context.exchange.member)
-    indices = [*(piece.index for piece in pieces), len(context.layout.samples)]
+    pieces, samples = context.layout.pieces(context.exchange.member), context.layout.samples
+    indices = [*(piece.index for piece in pieces), len(samples)]
     rows = [*(piece.rows for piece in pieces), context.padding_rows]
-    samples = torch.repeat_interleave(torch.tensor(indices), torch.tensor(rows))
+    sample_of_row = torch.repeat_interleave(torch.tensor(indices), torch.tensor(rows))
+    sample_tokens = torch.tensor([*(float(sample.tokens) for sample in samples), math.inf])
+    last = max((piece.stop - 1 for piece in pieces), default=0)
     # `sbhd`: Megatron hands q, k and v over as [T, 1, heads, width] and rotates row i by row i of the table.
     return SeqParams(
         qkv_format="sbhd",
@@ -101,7 +109,10 @@ def _seq_params(context: TaskContext, positions: Tensor) -> SeqParams:
         max_seqlen_kv=len(positions),
         context=context,
         positions=positions,
-        sample_of_row=samples.to(positions.device, non_blocking=True),
+        # Megatron keeps the tables of the last 32 lengths: powers of two bound what they hold together.
+        table_rows=1 << last.bit_length(),
+        sample_of_row=upload(sample_of_row, positions.device),
+        sample_tokens=upload(sample_tokens, positions.device),
     )
 
 

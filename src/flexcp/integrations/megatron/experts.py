@@ -21,8 +21,10 @@ from megatron.core.transformer.moe.moe_utils import (
 from torch import Tensor
 
 from flexcp.attention.exchange import group_sum
-from flexcp.core.errors import UnsupportedError
+from flexcp.core.errors import ConfigError, UnsupportedError
 from flexcp.integrations.megatron.batches import SeqParams
+
+_ADDED = "flexcp_balancing_loss"  # attribute of a layer
 
 
 class BalancingLoss:
@@ -33,10 +35,13 @@ class BalancingLoss:
     Args:
         layer: with a router, which computes no auxiliary loss of its own.
         coefficient: Megatron's `moe_aux_loss_coeff`.
+
+    Attributes:
+        coefficient: the same.
     """
 
     def __init__(self, layer: Any, coefficient: float) -> None:
-        self._coefficient = coefficient
+        self.coefficient = coefficient
         self._params: SeqParams | None = None
         layer.register_forward_pre_hook(self._hear, with_kwargs=True)
         layer.mlp.router.register_forward_hook(self._add)
@@ -47,23 +52,27 @@ class BalancingLoss:
 
     def _add(self, router: Any, arguments: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> Any:
         """The router's output, with the loss attached to its probabilities."""
-        if self._params is None or not (router.training and torch.is_grad_enabled()):
+        if not (router.training and torch.is_grad_enabled()):
             return None
+        if self._params is None:
+            raise UnsupportedError(
+                "a layer was called without the keyword packed_seq_params, so its experts would go unbalanced",
+                "Call layers as Megatron's TransformerBlock does, or leave moe_aux_loss_coeff out.",
+            )
         probabilities, routing = output
         logits = router.gating(arguments[0]).flatten(0, -2)
         chosen, scores = compute_routing_scores_for_aux_loss(logits, router.topk, router.score_function)
         split = router.config.sequence_parallel
         group = parallel_state.get_tensor_model_parallel_group() if split else None
         samples = _own_rows(self._params.sample_of_row, group)
-        context = self._params.context
-        tokens = [sample.tokens for sample in context.layout.samples]
-        counts = chosen.new_zeros(len(tokens) + 1, scores.shape[-1], dtype=torch.float32)
+        tokens = self._params.sample_tokens
+        counts = chosen.new_zeros(len(tokens), scores.shape[-1], dtype=torch.float32)
         counts.index_add_(0, samples, chosen.float())
         if group is not None:
             dist.all_reduce(counts, group=group)
         # The last row is that of padding, which has no share in anything.
-        shares = group_sum(counts, context.exchange) / counts.new_tensor([*tokens, torch.inf])[:, None]
-        loss = self._coefficient * scores.shape[-1] / router.topk * (shares[samples] * scores).sum()
+        shares = group_sum(counts, self._params.context.exchange) / tokens[:, None]
+        loss = self.coefficient * scores.shape[-1] / router.topk * (shares[samples] * scores).sum()
         return MoEAuxLossAutoScaler.apply(probabilities, loss), routing
 
 
@@ -73,10 +82,11 @@ def _own_rows(samples: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def add_balancing_loss(model: Any, coefficient: float) -> None:
-    """Let every mixture of experts of a model add the loss; once.
+    """Let every mixture of experts of a model add the loss; once, however often it is called.
 
     Raises:
         UnsupportedError: routers are recomputed apart from their layers.
+        ConfigError: they add it with another coefficient already.
     """
     config = model.config
     if config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ()):
@@ -85,5 +95,13 @@ def add_balancing_loss(model: Any, coefficient: float) -> None:
             'Recompute whole layers, or leave "moe" out.',
         )
     for layer in model.decoder.layers:
-        if hasattr(layer.mlp, "router"):
-            BalancingLoss(layer, coefficient)
+        if not hasattr(layer.mlp, "router"):
+            continue
+        added: BalancingLoss | None = getattr(layer, _ADDED, None)
+        if added is None:
+            setattr(layer, _ADDED, BalancingLoss(layer, coefficient))
+        elif added.coefficient != coefficient:
+            raise ConfigError(
+                f"moe_aux_loss_coeff is {coefficient}; the model was enabled with {added.coefficient}",
+                "Enable a model once, in its provider.",
+            )

@@ -6,10 +6,11 @@ from typing import Any
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
 from megatron.core.models.gpt import GPTModel
-from torch import Tensor, nn
+from torch import nn
 
 from flexcp.core.errors import UnsupportedError
 from flexcp.integrations.megatron.attention import FlexCPAttention, params_of
+from flexcp.integrations.megatron.batches import SeqParams
 from flexcp.integrations.megatron.config import check_supported
 from flexcp.integrations.megatron.experts import add_balancing_loss
 
@@ -17,7 +18,7 @@ from flexcp.integrations.megatron.experts import add_balancing_loss
 class LocalRotary(nn.Module):
     """A model's rotary embedding, by the positions of the local rows in their uncut samples.
 
-    Megatron asks first how long its table must be and then for the table; positions stand for the length.
+    Megatron asks first how long its table must be and then for the table; the task stands for the length.
 
     Args:
         inner: the model's own, which knows base and scaling.
@@ -35,20 +36,20 @@ class LocalRotary(nn.Module):
         transformer_config: Any,
         packed_seq_params: Any = None,
         **_: Any,
-    ) -> Tensor:
-        """Positions [T]; on every pipeline stage."""
-        return params_of(packed_seq_params).positions
+    ) -> SeqParams:
+        """What knows the positions; on every pipeline stage."""
+        return params_of(packed_seq_params)
 
-    def forward(self, positions: Tensor, **_: Any) -> Any:
+    def forward(self, params: SeqParams, **_: Any) -> Any:
         """One row for each local row: [T, 1, 1, D], or what the inner one gives beside its table."""
-        # Megatron keeps the tables of the last 32 lengths: powers of two bound what they hold together.
-        rows = 1 << int(positions.max()).bit_length()
-        table = self.inner(rows)
+        table, positions = self.inner(params.table_rows), params.positions
         return (table[0][positions], *table[1:]) if isinstance(table, tuple) else table[positions]
 
 
 def enable(model: Any, *, moe_aux_loss_coeff: float = 0.0) -> Any:
     """Make a GPT model ready, in place; call it in the model provider, before any wrapping.
+
+    A second call changes nothing.
 
     Args:
         model: built with a spec of `with_attention`.
@@ -61,6 +62,7 @@ def enable(model: Any, *, moe_aux_loss_coeff: float = 0.0) -> Any:
     Raises:
         UnsupportedError: not a GPT model, an option that would be computed wrongly
             (`config.check_supported`), or layers whose attention is not FlexCP's.
+        ConfigError: enabled before with another weight of the auxiliary loss.
     """
     if not isinstance(model, GPTModel):
         raise UnsupportedError(
