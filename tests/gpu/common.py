@@ -33,7 +33,7 @@ class Place:
         """0 when the time is up."""
         return max(0.0, self.ends_s - time.monotonic())
 
-    def deadline_s(self, most_s: float) -> float:
+    def within(self, most_s: float) -> float:
         """Of a world of ranks that is started now; one of 0 would not be said to have been late."""
         return max(1.0, min(most_s, self.left_s))
 

@@ -70,7 +70,9 @@ def profile_here(world: Any, place: Place) -> tuple[Profiled, list[tuple[str, fl
 
 def check_profile(place: Place) -> tuple[list[Row], Profiled]:
     """Rows, and what is to be written."""
-    [(found, ratios)] = launch(profile_here, 1, (place,), deadline_s=place.deadline_s(DEADLINE_S), share_devices=True)
+    [(found, ratios)] = launch(
+        profile_here, 1, (place,), deadline_s=place.within(DEADLINE_S), share_devices=True
+    )
     calibration = found.calibration
     errors = [abs(ratio - 1) for _, ratio in ratios]
     worst = max(ratios, key=lambda pair: abs(pair[1] - 1))
@@ -123,7 +125,9 @@ def peak_here(world: Any, place: Place, tokens: int) -> tuple[int, Any]:
 def check_memory(place: Place) -> list[Row]:
     """Weights in fp32 under bf16 autocast: states as fp32, activations as bf16."""
     tokens = 256 if place.quick else 16_384
-    [(measured, shape)] = launch(peak_here, 1, (place, tokens), deadline_s=place.deadline_s(DEADLINE_S), share_devices=True)
+    [(measured, shape)] = launch(
+        peak_here, 1, (place, tokens), deadline_s=place.within(DEADLINE_S), share_devices=True
+    )
     predicted = memory_model(
         shape, 1, element_bytes=4 if place.is_cpu else 2, sharding="ddp", checkpointing=False
     ).peak_bytes(tokens)

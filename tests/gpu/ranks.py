@@ -32,12 +32,16 @@ def check_ranks(place: Place) -> list[Row]:
     cases = [(torch.float32, 3, 1)] if place.quick else [(torch.float32, 4, 4), (torch.bfloat16, 3, 2)]
     for dtype, nproc, plans in cases:
         by_rank = launch(
-            steps_here, nproc, (dtype, list(range(plans))), deadline_s=place.deadline_s(DEADLINE_S), share_devices=True
+            steps_here,
+            nproc,
+            (dtype, list(range(plans))),
+            deadline_s=place.within(DEADLINE_S),
+            share_devices=True,
         )
         error = _worst(by_rank, dtype, plans)
         rows.append(judged(f"gradients, {nproc} ranks, {plans} plans, {_name(dtype)}", error, _BANDS[dtype]))
     if not place.is_cpu:
-        alone = launch(steps_here, 1, (torch.float32, [0]), deadline_s=place.deadline_s(DEADLINE_S))
+        alone = launch(steps_here, 1, (torch.float32, [0]), deadline_s=place.within(DEADLINE_S))
         rows.append(judged("gradients, 1 rank, device's backend", _worst(alone, torch.float32, 1), 1e-5))
     return rows
 

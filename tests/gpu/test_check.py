@@ -96,9 +96,9 @@ def test_there_is_one_deadline_for_all_sections() -> None:
     for rows in (kernels.check_kernels(late)[2:], ring.check_ring(late)):
         assert rows
         assert all(row.value == "not begun: the time is up" and row.ok is False for row in rows)
-    assert late.deadline_s(100.0) == 1.0
-    assert 5.0 < Place(torch.device("cpu"), True, time.monotonic() + 20.0).deadline_s(100.0) <= 20.0
-    assert Place(torch.device("cpu"), quick=True).deadline_s(100.0) == 100.0
+    assert late.within(100.0) == 1.0
+    assert 5.0 < Place(torch.device("cpu"), True, time.monotonic() + 20.0).within(100.0) <= 20.0
+    assert Place(torch.device("cpu"), quick=True).within(100.0) == 100.0
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,8 @@ def rotate() -> list[list[tuple[list[int], Any]]]:
 
     from flexcp.core.layout import make_layout
     from flexcp.core.sample import samples_from_lengths
-    from flexcp.integrations.megatron import SeqParams
+    from flexcp.integrations.megatron.batches import _seq_params
+    from flexcp.runtime.batches import TaskContext
     from tests.megatron import host
 
     rotary = host.provider(host.make_config()).rotary_pos_emb
@@ -75,7 +77,8 @@ def rotate() -> list[list[tuple[list[int], Any]]]:
         for member in range(degree):
             rows = [row for piece in layout.pieces(member) for row in range(piece.start, piece.stop)]
             positions = torch.tensor(rows)
-            params = SeqParams(context=None, positions=positions, sample_of_row=positions)
+            context = TaskContext(layout, SimpleNamespace(member=member, degree=degree), 0)
+            params = _seq_params(context, positions)
             length = rotary.get_rotary_seq_len(None, None, None, None, packed_seq_params=params)
             tables.append((rows, rotary(length, packed_seq=True, cp_group=None)[:, 0, 0].numpy()))
         found.append(tables)

@@ -92,7 +92,7 @@ def test_a_model_enabled_twice_adds_its_auxiliary_loss_once() -> None:
 
     assert once.abs().max() > 0
     assert torch.equal(gradient(layer, params), once)
-    with pytest.raises(ConfigError, match="0.2; the model was enabled with 0.1"):
+    with pytest.raises(ConfigError, match=r"0\.2; the model was enabled with 0\.1"):
         experts.add_balancing_loss(model, 0.2)
 
 

@@ -3,8 +3,8 @@
 Called below autograd, like flash, a tile a call. Read in torch's source
 (aten/src/ATen/native/transformers/cuda/attention_backward.cu and mem_eff_attention): as many key/value heads
 as query heads are wanted; mask type 1 is causal from the top left; the log-sum-exp is fp32 [1, Hq, T] with T
-rounded up to a multiple of 32, and rows beyond T are +inf, so that they weigh nothing. Heads are read 16 bytes
-at a time, and bf16 needs compute capability 8.0 (kernel_forward.h there, `kAlignmentQ`).
+rounded up to a multiple of 32, and rows beyond T are +inf, so that they weigh nothing. Heads are read 16
+bytes at a time, and bf16 needs compute capability 8.0 (kernel_forward.h there, `kAlignmentQ`).
 """
 
 from __future__ import annotations

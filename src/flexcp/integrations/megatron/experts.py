@@ -56,7 +56,7 @@ class BalancingLoss:
             return None
         if self._params is None:
             raise UnsupportedError(
-                "a layer was called without the keyword packed_seq_params, so its experts would go unbalanced",
+                "a layer was called without the keyword packed_seq_params: experts would go unbalanced",
                 "Call layers as Megatron's TransformerBlock does, or leave moe_aux_loss_coeff out.",
             )
         probabilities, routing = output
