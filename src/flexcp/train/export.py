@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -24,15 +25,27 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
+# What else a model is used with, and training leaves as it is.
+_SETTINGS_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "generation_config.json",
+    "chat_template.json",
+)
 
 
-def save_pretrained(model: nn.Module, folder: Path, tokenizer: Path | None) -> None:
+def save_pretrained(
+    model: nn.Module, folder: Path, tokenizer: Path | None, start: Path | None = None
+) -> None:
     """Write weights (safetensors, in the dtype they are trained in), config and tokenizer. All ranks call it.
 
     Args:
         model: however it is wrapped; not enabled any more.
         folder: is made; an older model in it is replaced.
         tokenizer: folder or file of the tokenizer, copied along; None copies nothing.
+        start: folder of the model that training began with, whose settings of images and of generation are
+            copied along.
 
     Raises:
         CheckpointError: it could not be written, on all ranks.
@@ -44,6 +57,8 @@ def save_pretrained(model: nn.Module, folder: Path, tokenizer: Path | None) -> N
         try:
             inner_model(model).save_pretrained(folder, state_dict=weights)
             _copy_tokenizer(tokenizer, folder)
+            if start is not None:
+                _copy(start, folder, _SETTINGS_FILES)
         except OSError as error:
             trouble = CheckpointError(
                 f"the model could not be written to {folder}: {error.strerror}",
@@ -58,6 +73,10 @@ def _copy_tokenizer(source: Path | None, folder: Path) -> None:
     if source.is_file():
         shutil.copy(source, folder / "tokenizer.json")
         return
-    for name in _TOKENIZER_FILES:
+    _copy(source, folder, _TOKENIZER_FILES)
+
+
+def _copy(source: Path, folder: Path, names: Sequence[str]) -> None:
+    for name in names:
         if (source / name).is_file():
             shutil.copy(source / name, folder / name)

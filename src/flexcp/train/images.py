@@ -1,7 +1,7 @@
 """What the model of a run makes of images: its processor's arithmetic, its tokens, and its pixels.
 
 The processors are those of transformers that need neither torchvision nor a download. Their settings are in
-the `preprocessor_config.json` beside the model's config, or follow from the config.
+a `processor_config.json` or `preprocessor_config.json` beside the model's config, or follow from the config.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from flexcp.core.sample import Sample
 from flexcp.cost.encoder import image_sample
 from flexcp.cost.presets import Hardware
 from flexcp.integrations.transformers import shape_of
+from flexcp.train.data.tokenizers import FileTokenizer, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class ModelImages:
         rule: tokens from sizes.
         token: stands for every feature of an image.
         before, after: tokens around an image.
+        margin: text on both sides of those tokens, which is encoded together with the text next to it.
         processor: of transformers, by PIL and numpy.
         fingerprint: of model kind, tokens and settings.
     """
@@ -40,6 +42,7 @@ class ModelImages:
     token: int
     before: tuple[int, ...]
     after: tuple[int, ...]
+    margin: str
     processor: Any
     fingerprint: str
 
@@ -49,31 +52,79 @@ class ModelImages:
         return {name: np.asarray(out[name]) for name in ("pixel_values", "image_grid_thw") if name in out}
 
 
-def model_images(config: Any, folder: Path) -> ModelImages:
+def model_images(
+    config: Any, folder: Path, tokenizer: Tokenizer | None = None, *, pretrained: bool = False
+) -> ModelImages:
     """What a model makes of images.
 
     Args:
         config: of the model.
         folder: where its `config.json` is, or that file.
+        tokenizer: of the run; the tokens around an image are its own where it has them.
+        pretrained: the model was trained with settings of its own, so they must be there.
 
     Raises:
-        ConfigError: a model without images, or settings that cannot be read.
+        ConfigError: a model without images, or settings that are missing or cannot be read.
     """
-    path = (folder if folder.is_dir() else folder.parent) / "preprocessor_config.json"
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error})", "Take it from the same model.") from error
     makers = {"qwen3_vl": _qwen, "gemma3": _gemma, "internvl": _internvl}
     if config.model_type not in makers:
         raise ConfigError(
             f"data.image_column is given, and models of type {config.model_type!r} see no images",
             f"Such models are {', '.join(makers)}; or leave data.image_column out.",
         )
-    rule, processor, before, after = makers[config.model_type](config, settings)
-    told = json.dumps([config.model_type, config.image_token_id, before, after, repr(rule)])
+    settings = _settings(folder if folder.is_dir() else folder.parent, needed=pretrained)
+    rule, processor = makers[config.model_type](config, settings)
+    before, after, margin = _frame(config, tokenizer)
+    told = json.dumps([config.model_type, config.image_token_id, before, after, margin, repr(rule)])
     fingerprint = hashlib.sha256(told.encode()).hexdigest()[:16]
-    return ModelImages(rule, int(config.image_token_id), before, after, processor, fingerprint)
+    return ModelImages(rule, int(config.image_token_id), before, after, margin, processor, fingerprint)
+
+
+def _settings(folder: Path, *, needed: bool) -> dict[str, Any]:
+    """Of the image processor, as transformers finds them: transformers 5 writes them into the processor's."""
+    for name, key in (("processor_config.json", "image_processor"), ("preprocessor_config.json", None)):
+        path = folder / name
+        try:
+            found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+            settings = found if key is None or found is None else found.get(key)
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{path} cannot be read ({error})", "Take it from the same model.") from error
+        if settings is not None:
+            return dict(settings)
+    if needed:
+        raise ConfigError(
+            f"model.pretrained {folder} has images, and neither processor_config.json nor "
+            "preprocessor_config.json",
+            "Copy them from the model that it was made of: they say how its images were cut.",
+        )
+    return {}
+
+
+# Tokens around an image by the names that tokenizers have for them, and what they usually are.
+_FRAMES = {
+    "qwen3_vl": (("vision_start_token", "<|vision_start|>"), ("vision_end_token", "<|vision_end|>")),
+    "gemma3": (("boi_token", "<start_of_image>"), ("eoi_token", "<end_of_image>")),
+    "internvl": (("start_image_token", "<img>"), ("end_image_token", "</img>")),
+}
+_IN_CONFIG = {
+    "qwen3_vl": ("vision_start_token_id", "vision_end_token_id"),
+    "gemma3": ("boi_token_index", "eoi_token_index"),
+}
+
+
+def _frame(config: Any, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+    """Tokens before and after an image, and the text around them, as the model's processor has them.
+
+    A tokenizer of other data has no such tokens: they are the config's then, and none where it names none.
+    """
+    kind = config.model_type
+    margin = "\n\n" if kind == "gemma3" else ""
+    if isinstance(tokenizer, FileTokenizer):
+        ids = [tokenizer.special_id(name, usual) for name, usual in _FRAMES[kind]]
+        if None not in ids:
+            return (ids[0],), (ids[1],), margin  # type: ignore[return-value]
+    told = [int(getattr(config, name)) for name in _IN_CONFIG.get(kind, ())]
+    return tuple(told[:1]), tuple(told[1:]), margin
 
 
 def price_of(
@@ -84,7 +135,7 @@ def price_of(
     return lambda index, rows: image_sample(index, rows, shape, hardware, checkpointing=checkpointing)
 
 
-_Made = tuple[ImageRule, Any, tuple[int, ...], tuple[int, ...]]
+_Made = tuple[ImageRule, Any]
 
 
 def _qwen(config: Any, settings: dict[str, Any]) -> _Made:
@@ -103,7 +154,7 @@ def _qwen(config: Any, settings: dict[str, Any]) -> _Made:
     rule = SmartResize.from_settings(merged)
     size = {"shortest_edge": rule.least_pixels, "longest_edge": rule.most_pixels}
     processor = Qwen2VLImageProcessorPil(**sides, size=size, **_known(settings, "image_mean", "image_std"))
-    return rule, processor, (config.vision_start_token_id,), (config.vision_end_token_id,)
+    return rule, processor
 
 
 def _gemma(config: Any, settings: dict[str, Any]) -> _Made:
@@ -112,12 +163,13 @@ def _gemma(config: Any, settings: dict[str, Any]) -> _Made:
     vision = config.vision_config
     if settings.get("do_pan_and_scan"):
         raise ConfigError(
-            "preprocessor_config.json asks for do_pan_and_scan", "Set it to false: crops are not cut here."
+            "the image processor's settings ask for do_pan_and_scan",
+            "Set it to false: crops are not cut here.",
         )
     rule = FixedSize(vision.image_size, vision.patch_size, config.mm_tokens_per_image)
     size = {"height": vision.image_size, "width": vision.image_size}
     processor = Gemma3ImageProcessorPil(size=size, **_known(settings, "image_mean", "image_std"))
-    return rule, processor, (config.boi_token_index,), (config.eoi_token_index,)
+    return rule, processor
 
 
 def _internvl(config: Any, settings: dict[str, Any]) -> _Made:
@@ -131,7 +183,7 @@ def _internvl(config: Any, settings: dict[str, Any]) -> _Made:
     size = {"height": side, "width": side}
     statistics = _known(settings, "image_mean", "image_std")
     processor = GotOcr2ImageProcessorPil(size=size, crop_to_patches=crop, **bounds, **statistics)
-    return rule, processor, (), ()
+    return rule, processor
 
 
 def _known(settings: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from flexcp.runtime.signals import StopOnSignal
 from flexcp.train.capacity import budget_tokens, capacity_tokens, hopeless_notice, ranks_left
 from flexcp.train.config import OptimizerSection, TrainConfig, flattened
 from flexcp.train.corpus import Corpus, Images, open_corpus
+from flexcp.train.data.dataset import open_tokenizer
 from flexcp.train.export import save_pretrained
 from flexcp.train.images import model_images, price_of
 from flexcp.train.model import build_model, compute_dtype, model_config
@@ -132,7 +133,7 @@ def train(
                 loop.resume(checkpoint, state)
             loop.run()
         if _saves_model(config) and not engine.stopped:
-            save_pretrained(model, run.folder / "model", corpus.tokenizer)
+            save_pretrained(model, run.folder / "model", corpus.tokenizer, start=config.model.pretrained)
             outputs.notice(f"the model is in {run.folder / 'model'}, as transformers loads it")
         dist.barrier()  # all traces are closed
         outputs.finish(loop.eval_losses)
@@ -277,7 +278,10 @@ def _images(config: TrainConfig) -> Images | None:
     hf_config = model_config(config.model, 1, 1)
     checkpointing = config.run.gradient_checkpointing
     price = price_of(hf_config, hardware_at(config.parallel.hardware), checkpointing=checkpointing)
-    return Images(model_images(hf_config, folder), price)
+    named = config.data.tokenizer
+    tokenizer = None if named.startswith("bpe:") else open_tokenizer(named)
+    form = model_images(hf_config, folder, tokenizer, pretrained=config.model.pretrained is not None)
+    return Images(form, price)
 
 
 def _build(config: TrainConfig, corpus: Corpus, world: World) -> tuple[Planner, nn.Module]:

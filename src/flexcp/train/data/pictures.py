@@ -42,6 +42,7 @@ class ImageFormat(Protocol):
         rule: tokens from sizes.
         token: stands for every feature of an image.
         before, after: tokens around an image.
+        margin: text on both sides of those tokens, which is encoded together with the text next to it.
         fingerprint: changes whenever the same image could give other tokens.
     """
 
@@ -53,6 +54,8 @@ class ImageFormat(Protocol):
     def before(self) -> tuple[int, ...]: ...  # noqa: D102
     @property
     def after(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def margin(self) -> str: ...  # noqa: D102
     @property
     def fingerprint(self) -> str: ...  # noqa: D102
 
@@ -125,7 +128,7 @@ class PictureRows:
         return self._documents.name(index)
 
     def fingerprint(self) -> str:
-        """Of the files, and where their images are."""
+        """Of the files and the column of images; image files and their folder are not in it."""
         return hashlib.sha256(json.dumps([self._documents.fingerprint(), self._column]).encode()).hexdigest()
 
     def sizes(self, index: int) -> list[tuple[int, int]]:
@@ -236,6 +239,7 @@ def _parts(
             "Every image stands where the text says so, and in that order.",
         )
     parts: list[tuple[Ints, bool]] = []
+    begin = _of_template(tokenizer)
     for number, piece in enumerate(pieces):
         if number:
             tokens = form.rule.image(*sizes[number - 1]).tokens
@@ -243,13 +247,22 @@ def _parts(
                 (np.array([*form.before, *[form.token] * tokens, *form.after], dtype=np.int64), False)
             )
         last = number == len(pieces) - 1
-        ids = tokenizer.encode(piece).astype(np.int64)
+        around = (form.margin if number else "") + piece + ("" if last else form.margin)
+        ids = tokenizer.encode(around).astype(np.int64)
+        if number and ids[: len(begin)].tolist() == begin:
+            ids = ids[len(begin) :]  # a document begins once
         if not last and len(ids) and ids[-1] == tokenizer.eos_id:
             ids = ids[:-1]  # the document goes on after the image
         if (ids == form.token).any():
             raise DataError(f"{name} has an image token in its text", f"Write {IMAGE} for an image.")
         parts.append((ids, True))
     return parts
+
+
+def _of_template(tokenizer: Tokenizer) -> list[int]:
+    """What the tokenizer puts before every text."""
+    ids: list[int] = tokenizer.encode("").tolist()
+    return ids[:-1] if ids and ids[-1] == tokenizer.eos_id else ids
 
 
 def build_picture_index(

@@ -104,6 +104,7 @@ class FileTokenizer:
             raise DataError(
                 f"{file} is not a tokenizer.json ({error})", "Save it with the tokenizers library."
             ) from None
+        self._file = file
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -120,6 +121,12 @@ class FileTokenizer:
         """Lengths of many texts; the library spreads them over the cores."""
         encodings = self._tokenizer.encode_batch_fast(list(texts))
         return [len(e) + self._wants_eos(e.ids[-1:]) for e in encodings]
+
+    def special_id(self, name: str, usual: str) -> int | None:
+        """Id of the token that `tokenizer_config.json` calls `name`; of `usual`, where it has no such name."""
+        token = _declared(self._file, name) or usual
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
 
     def _wants_eos(self, ids: list[int]) -> bool:
         return self.eos_id is not None and ids[-1:] != [self.eos_id]
@@ -159,14 +166,21 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> FileTo
     return FileTokenizer(path)
 
 
-def _find_eos(file: Path, vocab: dict[str, int]) -> int | None:
-    declared = None
+def _declared(file: Path, name: str) -> str | None:
+    """A special token that the `tokenizer_config.json` beside the file names."""
+    token = None
     with contextlib.suppress(OSError, ValueError, AttributeError):
         config = json.loads((file.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
-        declared = config.get("eos_token")
-    if isinstance(declared, dict):  # older files write the token with its flags
-        declared = declared.get("content")
-    if isinstance(declared, str):
+        more = config.get("extra_special_tokens")
+        token = config.get(name) or (more.get(name) if isinstance(more, dict) else None)
+    if isinstance(token, dict):  # older files write the token with its flags
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _find_eos(file: Path, vocab: dict[str, int]) -> int | None:
+    declared = _declared(file, "eos_token")
+    if declared is not None:
         if declared not in vocab:
             raise DataError(
                 f"{file.parent / 'tokenizer_config.json'} names the end token {declared!r}, "
