@@ -123,7 +123,7 @@ class FileTokenizer:
         return [len(e) + self._wants_eos(e.ids[-1:]) for e in encodings]
 
     def special_id(self, name: str, usual: str) -> int | None:
-        """Id of the token that `tokenizer_config.json` calls `name`; of `usual`, where it has no such name."""
+        """Id of the token that `tokenizer_config.json` calls `name`, else of the `usual` one."""
         token = _declared(self._file, name) or usual
         found: int | None = self._tokenizer.token_to_id(token)
         return found
