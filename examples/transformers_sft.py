@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import random
 
+import torch
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config
@@ -84,8 +85,10 @@ def main() -> None:
     parser.add_argument("--output", default="runs/sft")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--tokens-per-rank", type=int, default=512)
+    parser.add_argument("--hardware", help="of a rank, needed on GPUs: h100, or the .json of flexcp profile")
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
+    tokens = options.tokens_per_rank
     tokenizer = AutoTokenizer.from_pretrained(options.model) if options.model else tiny_tokenizer()
     model = (
         AutoModelForCausalLM.from_pretrained(options.model) if options.model else tiny_model(len(tokenizer))
@@ -110,12 +113,12 @@ def main() -> None:
         save_steps=3,
         logging_steps=1,
         report_to="none",
-        use_cpu=True,
+        use_cpu=not torch.cuda.is_available(),
         bf16=False,
         seed=1,
     )
     trainer = flexcp.transformers.flexible(SFTTrainer)(  # flexcp
-        groups=flexcp.transformers.Groups(tokens_per_rank=options.tokens_per_rank),  # flexcp
+        groups=flexcp.transformers.Groups(tokens_per_rank=tokens, hardware=options.hardware),  # flexcp
         model=model,
         args=args,
         train_dataset=split["train"],

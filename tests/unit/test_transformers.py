@@ -188,6 +188,7 @@ def test_a_model_written_before_the_registry_is_refused(monkeypatch: pytest.Monk
         ({"past_key_values": StaticCache(LlamaConfig(num_hidden_layers=2), 8)}, ".* with past_key_values"),
         ({"logits_to_keep": 1}, "the model was called with logits_to_keep"),
         ({"position_ids": None}, "the model was called without position_ids, so rows would count from 0"),
+        ({"position_ids": torch.arange(24)[None]}, "the model was called with other position_ids than the"),
         ({"input_ids": torch.zeros(1, 23, dtype=torch.int64)}, ".* with 23 rows; the plan gives 24 of 24 to"),
     ],
 )

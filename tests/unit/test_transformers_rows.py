@@ -80,3 +80,45 @@ def test_what_a_collator_adds_is_refused() -> None:
         UnsupportedError, match="the collator gives pixel_values, which would not reach the model"
     ):
         samples[0]
+
+
+def test_padding_of_the_tokenizer_is_no_part_of_a_sample() -> None:
+    """From either side, by rows and by columns; the collator keeps the mask."""
+    from datasets import Dataset
+
+    data = {
+        "input_ids": [[5, 6, 0, 0], [0, 7, 8, 9], [1, 2, 3, 4]],
+        "attention_mask": [[1, 1, 0, 0], [0, 1, 1, 1], [1, 1, 1, 1]],
+    }
+
+    def keeping(rows: list[Any]) -> dict[str, Any]:
+        return {**rows[0], "labels": rows[0]["input_ids"]}
+
+    columns = Dataset.from_dict(data)
+    for rows in (columns, list(columns)):
+        samples = RowSamples(rows, keeping)
+        assert samples.lengths.tolist() == [2, 3, 4]
+        assert [samples[i]["labels"].tolist() for i in range(2)] == [[5, 6], [7, 8, 9]]
+    losing = RowSamples(columns, lambda rows: {"input_ids": rows[0]["input_ids"], "labels": [0] * 4})
+    with pytest.raises(UnsupportedError, match="row 1 has 3 tokens by its attention_mask, and 4 as it is"):
+        losing[1]
+
+
+def test_a_collator_without_labels_is_refused() -> None:
+    samples = RowSamples([{"input_ids": [1, 2]}], lambda rows: {"input_ids": rows[0]["input_ids"]})
+    with pytest.raises(UnsupportedError, match="the collator gives no labels"):
+        samples[0]
+
+
+def test_a_packed_row_is_collated_once() -> None:
+    collated: list[Any] = []
+
+    def counting(rows: list[Any]) -> dict[str, Any]:
+        collated.append(rows)
+        return collate(rows)
+
+    samples = RowSamples(
+        [{"input_ids": [1, 2, 3, 4], "seq_lengths": [1, 1, 2]}, {"input_ids": [5]}], counting
+    )
+    assert [samples[i]["input_ids"].tolist() for i in (0, 1, 2, 3, 0)] == [[1], [2], [3, 4], [5], [1]]
+    assert len(collated) == 3

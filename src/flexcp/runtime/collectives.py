@@ -58,6 +58,12 @@ def all_gather_rows(mine: Tensor, what: str, group: Group = None) -> Tensor:
     return torch.stack(rows)
 
 
+def ranks_of_a_node(local_size: int) -> int:
+    """Ranks that share a machine, on all ranks: of the largest, if machines have different numbers."""
+    mine = torch.tensor([local_size], device=collective_device())
+    return int(all_gather_rows(mine, "counting the ranks of a node").max())
+
+
 def broadcast_text(text: str, source: int, what: str, group: Group = None) -> str:
     """Text of rank `source` on every rank; what other ranks pass is ignored."""
     device = collective_device(group)

@@ -64,6 +64,11 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def local_size() -> int:
+    """Ranks that the launcher started on this machine; all that it knows of, if it does not say where."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+
+
 @contextmanager
 def joined_world(
     *,

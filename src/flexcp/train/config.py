@@ -80,7 +80,7 @@ class ParallelSection(_Section):
     )
     tokens_per_rank: int | None = Field(default=None, ge=1, description="unset: from the hardware's memory")
     memory_margin: float = Field(default=MARGIN, ge=0, lt=1, description="share of it that stays free")
-    ranks_per_node: int = Field(default=8, ge=1)
+    ranks_per_node: int | None = Field(default=None, ge=1, description="unset: what the launcher started")
     whole_below_tokens: int | None = Field(default=None, ge=0, description="shorter samples are never cut")
     learn_costs: bool = Field(
         default=True, description="correct predictions by measured times; false: plans depend on data alone"

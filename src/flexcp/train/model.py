@@ -1,4 +1,4 @@
-"""Builds the model of a run: random weights, from a shape or a transformers config."""
+"""Builds the model of a run: random weights from a shape or a transformers config, or those of a folder."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from flexcp.profiler.measure import device_name
 from flexcp.runtime.agreement import require_agreement, versions
 from flexcp.runtime.batches import MicroBatch
 from flexcp.runtime.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
-from flexcp.runtime.collectives import alike
+from flexcp.runtime.collectives import alike, ranks_of_a_node
 from flexcp.runtime.engine import Engine
 from flexcp.runtime.launch import World, num_cores
 from flexcp.runtime.sharding import shard
@@ -290,7 +290,8 @@ def _build(config: TrainConfig, corpus: Corpus, world: World) -> tuple[Planner, 
     shape = shape_of(hf_config)
     checkpointing, speed = config.run.gradient_checkpointing, _speed(world)
     cost = cost_model(shape, hardware_at(parallel.hardware), checkpointing=checkpointing, speed=speed)
-    cluster = Cluster(world.size, budget_tokens(config, world.size, shape), parallel.ranks_per_node)
+    per_node = parallel.ranks_per_node or ranks_of_a_node(world.local_size)
+    cluster = Cluster(world.size, budget_tokens(config, world.size, shape), per_node)
     planner = Planner(cluster, cost, policy=parallel.policy, whole_below_tokens=parallel.whole_below_tokens)
     model = build_model(hf_config, config.run, world.device, config.model.pretrained)
     dtype = torch.bfloat16 if config.run.dtype == "bf16" else None
@@ -326,7 +327,7 @@ def _calibration_notices(config: TrainConfig, corpus: Corpus, world: World) -> t
     calibration = read_calibration(Path(name))
     calibration.require_device(device_name(world.device))
     shape = shape_of(model_config(config.model, corpus.vocab, corpus.longest))
-    crosses = world.size > config.parallel.ranks_per_node
+    crosses = world.size > (config.parallel.ranks_per_node or world.local_size)
     checkpointing = config.run.gradient_checkpointing
     return doubts(
         calibration, shape, corpus.longest, world.size, checkpointing=checkpointing, crosses_nodes=crosses

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: text models whose attention goes through the public registry.
+"""Hugging Face transformers: models of text and images whose attention goes through the public registry.
 
 Nothing is patched. `with enable(model): …`, or `enable(model)` and `disable(model)`, selects FlexCP's
 attention by name and restores the model's own. `flexible(SFTTrainer)` is a trainer that does it by itself.

@@ -39,7 +39,8 @@ _REFUSED = {
     "mm_encoder_outputs": _IMAGES,
 }
 
-_enabled: weakref.WeakKeyDictionary[nn.Module, Enabled] = weakref.WeakKeyDictionary()
+# By weak values as well as keys: an `Enabled` holds its model, which holds its hooks, and so the `Enabled`.
+_enabled: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Enabled]] = weakref.WeakKeyDictionary()
 
 
 class Enabled:
@@ -62,6 +63,7 @@ class Enabled:
         # An encoder attends within its images, by attention of its own.
         inner.set_attn_implementation(NAME if self._family is None else {"text_config": NAME})
         if self._config._attn_implementation != NAME:
+            inner.set_attn_implementation(self._selected)
             raise UnsupportedError(
                 f"{type(inner).__name__} does not take its attention from the registry of transformers",
                 "Models written before that registry cannot be used.",
@@ -72,11 +74,11 @@ class Enabled:
             inner.register_forward_pre_hook(self._before, with_kwargs=True),
             inner.register_forward_hook(self._after, with_kwargs=True),
         ]
-        _enabled[inner] = self
+        _enabled[inner] = weakref.ref(self)
 
     def disable(self) -> None:
         """Make the model what it was; may be called twice."""
-        if _enabled.get(self._inner) is not self:
+        if _of(self._inner) is not self:
             return
         del _enabled[self._inner]
         for hook in self._hooks:
@@ -119,6 +121,7 @@ class Enabled:
                 f"{sum(sample.tokens for sample in layout.samples)} to this rank",
                 "Call the model as model(**micro.inputs).",
             )
+        _require_positions(keywords["position_ids"], context)
         if self._family is None:
             return None
         return positional, {**keywords, **vision_inputs(self._inner, self._family, context, keywords)}
@@ -167,14 +170,20 @@ def enable(model: nn.Module) -> Enabled:
 
 def disable(model: nn.Module) -> None:
     """Undo `enable`; nothing if the model is not enabled."""
-    enabled = _enabled.get(inner_model(model))
+    enabled = _of(inner_model(model))
     if enabled is not None:
         enabled.disable()
 
 
 def is_enabled(model: nn.Module) -> bool:
     """Whether the model runs with FlexCP attention."""
-    return inner_model(model) in _enabled
+    return _of(inner_model(model)) is not None
+
+
+def _of(inner: nn.Module) -> Enabled | None:
+    """What `enable` made of a model."""
+    found = _enabled.get(inner)
+    return None if found is None else found()
 
 
 def inner_model(model: nn.Module) -> PreTrainedModel:
@@ -228,6 +237,26 @@ def _selection(config: Any) -> Any:
     parts = {key: getattr(config, key, None) for key in config.sub_configs}
     inner = {key: part._attn_implementation for key, part in parts.items() if part is not None}
     return {"": config._attn_implementation, **inner} if inner else config._attn_implementation
+
+
+def _require_positions(given: torch.Tensor, context: TaskContext) -> None:
+    """Those of the plan, as `make_micro_batch` gives them.
+
+    Compared where they lie on the host: a copy from an accelerator would wait for it.
+
+    Raises:
+        UnsupportedError: others, such as rows that were counted again.
+    """
+    if given.device.type != "cpu":
+        return
+    pieces = context.layout.pieces(context.exchange.member)
+    parts = [torch.arange(piece.start, piece.stop) for piece in pieces]
+    planned = torch.cat([*parts, torch.zeros(context.padding_rows, dtype=torch.int64)])
+    if given.shape[-1] != len(planned) or not bool((given == planned).all()):
+        raise UnsupportedError(
+            "the model was called with other position_ids than the plan's",
+            "Call the model as model(**micro.inputs): positions are those of the uncut sample.",
+        )
 
 
 def _rows(positional: tuple[Any, ...], keywords: dict[str, Any]) -> int:

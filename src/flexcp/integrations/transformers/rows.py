@@ -55,6 +55,7 @@ class RowSamples:
                 "Give a data set with rows, not a stream of them.",
             )
         self._rows, self._collate = rows, collate
+        self._last: tuple[int, dict[str, Lengths]] | None = None
         self.num_rows = len(rows)
         firsts, lengths, owners = [], [], []
         for row, parts in enumerate(_documents(rows)):
@@ -75,15 +76,37 @@ class RowSamples:
 
     def __getitem__(self, index: int) -> dict[str, Lengths]:
         """`input_ids` and `labels` of one sample, int64 [tokens] each."""
-        batch = self._collate([self._rows[self._owners[index]]])
+        whole = self._row(self._owners[index])
+        part = slice(self._firsts[index], self._firsts[index] + int(self.lengths[index]))
+        return {name: values[part] for name, values in whole.items()}
+
+    def _row(self, row: int) -> dict[str, Lengths]:
+        """A collated row; the last is kept, since the documents of a packed row are often read together."""
+        last = self._last  # the engine's thread may read as well
+        if last is not None and last[0] == row:
+            return last[1]
+        given = self._rows[row]
+        batch = self._collate([given])
         _refuse_unknown(batch)
-        ids, labels = _flat(batch["input_ids"]), _flat(batch.get("labels", batch["input_ids"]))
+        if "labels" not in batch:
+            raise UnsupportedError(
+                "the collator gives no labels, so what is to be learned is not known",
+                "Use one that makes them, such as DataCollatorForLanguageModeling(tokenizer, mlm=False).",
+            )
+        ids, labels = _flat(batch["input_ids"]), _flat(batch["labels"])
         mask = batch.get("attention_mask")
         if mask is not None:
             kept = _flat(mask) != 0
             ids, labels = ids[kept], labels[kept]
-        part = slice(self._firsts[index], self._firsts[index] + int(self.lengths[index]))
-        return {"input_ids": ids[part], "labels": labels[part]}
+        tokens = _unpadded(given)
+        if tokens < len(given["input_ids"]) and tokens != len(ids):
+            raise UnsupportedError(
+                f"row {row} has {tokens} tokens by its attention_mask, and {len(ids)} as it is collated",
+                "Leave padding to the collator, or use one that keeps the attention_mask of rows.",
+            )
+        made = {"input_ids": ids, "labels": labels}
+        self._last = row, made
+        return made
 
     def name(self, index: int) -> str:
         """Row, and which document of it."""
@@ -143,9 +166,10 @@ def _documents(rows: Any) -> Iterator[list[int]]:
     columns = getattr(rows, "column_names", None)
     if columns is not None and "input_ids" in columns:
         bounds = [c for c in ("seq_lengths", "position_ids", "cu_seq_lens_q", "cu_seq_lens") if c in columns]
-        rows = rows.select_columns(["input_ids", *bounds[:1]])
+        counted = "attention_mask" if "attention_mask" in columns else "input_ids"
+        rows = rows.select_columns(list({"input_ids", counted}) + bounds[:1])
         if not bounds or bounds[0] == "seq_lengths":
-            for index, (tokens, lengths) in enumerate(_arrow_lengths(rows, *bounds[:1])):
+            for index, (tokens, lengths) in enumerate(_arrow_lengths(rows, counted, *bounds[:1])):
                 yield _checked(index, tokens, [tokens] if lengths is None else lengths)
             return
     for index in range(len(rows)):
@@ -158,7 +182,7 @@ def _documents_of(row: Any, index: int) -> list[int]:
             f"row {index} has no input_ids; it has: {', '.join(row)}",
             "Tokenize the data set before, or use a trainer that does.",
         )
-    tokens = len(row["input_ids"])
+    tokens = _unpadded(row)
     if row.get("seq_lengths") is not None:
         lengths = [int(n) for n in row["seq_lengths"]]
     elif row.get("position_ids") is not None:
@@ -178,12 +202,25 @@ def _checked(index: int, tokens: int, lengths: list[int]) -> list[int]:
     return lengths
 
 
-def _arrow_lengths(rows: Any, packed: str | None = None) -> Iterator[tuple[int, list[int] | None]]:
-    """Tokens of every row without reading them, and the lengths of its documents where a column has them."""
+def _unpadded(row: Any) -> int:
+    """Tokens of a row; padding, which its mask leaves out, is of no document."""
+    mask = row.get("attention_mask")
+    return len(row["input_ids"]) if mask is None else int(np.count_nonzero(np.asarray(mask)))
+
+
+def _arrow_lengths(
+    rows: Any, counted: str, packed: str | None = None
+) -> Iterator[tuple[int, list[int] | None]]:
+    """Tokens of every row by one of its columns, and the lengths of its documents where a column has them."""
     import pyarrow.compute
 
     for table in rows.with_format("arrow").iter(batch_size=10_000):
-        tokens = pyarrow.compute.list_value_length(table.column("input_ids")).to_pylist()
+        column = table.column(counted)
+        tokens = pyarrow.compute.list_value_length(column).to_pylist()
+        if counted == "attention_mask":
+            owners = pyarrow.compute.list_parent_indices(column).to_numpy()
+            kept = pyarrow.compute.list_flatten(column).to_numpy() != 0
+            tokens = np.bincount(owners[kept], minlength=len(tokens)).tolist()
         lengths = [None] * len(tokens) if packed is None else table.column(packed).to_pylist()
         yield from zip(tokens, lengths, strict=True)
 

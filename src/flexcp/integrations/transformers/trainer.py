@@ -13,12 +13,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils.data import DataLoader
 
 from flexcp.core.cluster import Cluster
@@ -29,10 +29,13 @@ from flexcp.cost.memory import tokens_per_rank
 from flexcp.cost.model import cost_model
 from flexcp.integrations.transformers.config import check_supported, shape_of, text_config
 from flexcp.integrations.transformers.hooks import enable, inner_model, is_enabled
+from flexcp.integrations.transformers.resuming import KeepsState, resume
 from flexcp.integrations.transformers.rows import RowSamples
 from flexcp.planner import Planner
 from flexcp.runtime.batches import MicroBatch
+from flexcp.runtime.collectives import ranks_of_a_node
 from flexcp.runtime.engine import Engine
+from flexcp.runtime.launch import local_size
 from flexcp.runtime.step import Step
 
 
@@ -44,7 +47,7 @@ class Groups:
         tokens_per_rank: tokens that a rank holds at once; None counts them from the memory of `hardware`.
         hardware: a preset of `flexcp.hardware`, or the .json of `flexcp profile`; needed except on CPU.
         policy: how steps are planned.
-        ranks_per_node: ranks of a machine.
+        ranks_per_node: ranks of a machine; None for as many as the launcher started on this one.
         whole_below_tokens: shorter samples are never cut; None for the planner's own choice.
         learn_costs: correct the costs by measured times; plans then depend on the clock.
         timeout_s: a rank that is silent for longer ends the run.
@@ -53,7 +56,7 @@ class Groups:
     tokens_per_rank: int | None = None
     hardware: str | None = None
     policy: str = "flexcp"
-    ranks_per_node: int = 8
+    ranks_per_node: int | None = None
     whole_below_tokens: int | None = None
     learn_costs: bool = False
     timeout_s: float = 600.0
@@ -70,7 +73,9 @@ _REFUSED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
         (False,),
         "Say how many tokens a rank holds instead: Groups(tokens_per_rank=…).",
     ),
-    "group_by_length": ((False,), "Leave it out: packs have no padding that it could save."),
+    "group_by_length": ((False,), "Leave it out: packs have no padding that it could save."),  # of 5.0
+    "train_sampling_strategy": (("random",), "Leave it out: samples come in an order of FlexCP's own."),
+    "dataloader_drop_last": ((False,), "Leave it out: the last step is filled up from the next epoch."),
     "use_liger_kernel": ((False,), "Leave it out: it computes the loss inside the model, from local rows."),
     "include_num_input_tokens_seen": ((False, "no"), "Leave it out; tokens are in every step's report."),
     "activation_offloading": ((False,), "Leave it out, or use gradient_checkpointing."),
@@ -126,7 +131,10 @@ class _Flexible:
         self._steps: Iterator[Step] | None = None
         self._samples: RowSamples | None = None
         self._report: StepReport | None = None
+        self._resume_from: Any = None
+        self._broadcasting: Any = None
         super().__init__(*positional, **keywords)
+        cast(Any, self).add_callback(KeepsState(lambda: self._engine))
         self._check()
 
     def _check(self) -> None:
@@ -156,6 +164,7 @@ class _Flexible:
 
     def train(self, *positional: Any, **keywords: Any) -> Any:
         """See the trainer's own `train`."""
+        self._resume_from = keywords.get("resume_from_checkpoint", positional[0] if positional else None)
         with _world_of_one(), contextlib.ExitStack() as stack:
             if not is_enabled(self.model):
                 stack.enter_context(enable(self.model))
@@ -223,6 +232,8 @@ class _Flexible:
         with _world_of_one(), contextlib.ExitStack() as stack:
             if not is_enabled(self.model):
                 stack.enter_context(enable(self.model))
+            if self._engine is None:
+                stack.callback(self._restore_broadcasts)
             engine = self._engine or stack.enter_context(self._make_engine(self.model_wrapped, samples))
             loss = engine.evaluate(samples, self._forward)
         runtime_s = time.perf_counter() - begun_s
@@ -276,6 +287,8 @@ class _Flexible:
             samples = cast(RowSamples, self._samples)
             self._engine = self._make_engine(model, samples, self._global_batch)
             self._engine.next_step = self.state.global_step
+            if self._resume_from:
+                resume(self._engine, self._resume_from, self.args.output_dir, self.state.global_step)
             self._steps = iter(self._engine)
         return self._steps
 
@@ -290,13 +303,14 @@ class _Flexible:
         hardware = hardware_at(groups.hardware or "cpu")
         checkpointing = _recomputes(self.args)
         budget = groups.tokens_per_rank or tokens_per_rank(
-            shape, hardware, world, sharding="ddp", checkpointing=checkpointing
+            shape, hardware, world, sharding=_sharding(model), checkpointing=checkpointing
         )
-        cluster = Cluster(world, budget, groups.ranks_per_node)
+        per_node = groups.ranks_per_node or ranks_of_a_node(min(world, local_size()))
+        cluster = Cluster(world, budget, per_node)
         cost = cost_model(shape, hardware, checkpointing=checkpointing)
         planner = Planner(cluster, cost, policy=groups.policy, whole_below_tokens=groups.whole_below_tokens)
-        ddp = getattr(model, "broadcast_buffers", None)
-        if ddp:
+        if getattr(model, "broadcast_buffers", None):
+            self._broadcasting = model
             model.broadcast_buffers = False  # a collective in forward, which ranks without a task do not join
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return Engine(
@@ -319,6 +333,12 @@ class _Flexible:
         if self._engine is not None:
             self._engine.close()
         self._engine = self._steps = None
+        self._restore_broadcasts()
+
+    def _restore_broadcasts(self) -> None:
+        if self._broadcasting is not None:
+            self._broadcasting.broadcast_buffers = True
+            self._broadcasting = None
 
 
 class _LeftToTheTrainer(torch.optim.Optimizer):
@@ -333,6 +353,11 @@ class _LeftToTheTrainer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing."""
+
+
+def _sharding(model: Any) -> Literal["ddp", "zero1"]:
+    """What a rank holds of the model between steps; weights of FSDP2 are whole within a step."""
+    return "zero1" if isinstance(model, FSDPModule) else "ddp"
 
 
 def _recomputes(args: Any) -> bool:
