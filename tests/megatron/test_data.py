@@ -124,9 +124,10 @@ def train_and_resume(world: Any) -> dict[str, Any]:
 
     model, optimizer = host.wrap(host.provider(host.make_config()))
 
-    def engine(**options: Any) -> Any:
+    def engine(dataset: Any = None, **options: Any) -> Any:
+        data = dataset or ListDataset(LENGTHS)
         return flexcp.megatron.Engine(
-            [model], make_planner(1), ListDataset(LENGTHS), **{"global_batch": 5, "steps": 4, **options}
+            [model], make_planner(1), data, **{"global_batch": 5, "steps": 4, **options}
         )
 
     def evaluate(running: Any, dataset: Any) -> list[tuple[float, int]]:
@@ -163,6 +164,11 @@ def train_and_resume(world: Any) -> dict[str, Any]:
             third.load_state_dict(state)
         except ConfigError as error:
             found["other seed"] = str(error)
+    with engine(dataset=ListDataset(LENGTHS[:-1])) as other:
+        try:
+            other.load_state_dict(state)
+        except ConfigError as error:
+            found["other data"] = str(error)
     found["evaluations"] = evaluations
     return found
 
@@ -170,13 +176,17 @@ def train_and_resume(world: Any) -> dict[str, Any]:
 def test_a_resumed_run_sees_the_same_samples() -> None:
     """Order is a function of seed and step, for any grid; evaluation leaves the count of steps alone."""
     from flexcp.runtime.order import batch_indices
+    from flexcp.runtime.settings import data_name
+    from tests.datasets import ListDataset
 
     by_process = run_ranks(train_and_resume, 2)
 
+    data = data_name(ListDataset(LENGTHS))
     for found in by_process:
         assert found["samples"] == [batch_indices(len(LENGTHS), 5, 0, step).tolist() for step in range(4)]
-        assert found["state"] == {"step": 4, "seed": 0, "global_batch": 5, "learnt_costs": {}}
+        assert found["state"] == {"step": 4, "seed": 0, "global_batch": 5, "data": data, "learnt_costs": {}}
         assert "seed = 0" in found["other seed"]
+        assert f"data = {data}, this run has 18 samples" in found["other data"]
         assert found["losses"] == by_process[0]["losses"]
         before, after = found["evaluations"]
         assert before == after

@@ -26,8 +26,15 @@ if importlib.util.find_spec("megatron") is None:
 with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
     warnings.simplefilter("ignore")  # Megatron's own: what it would rather have installed
     patch.setattr(torch, "compile", lambda function=None, **_: function)  # takes 10 s to import
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
     from flexcp.integrations.megatron import batches, experts
-    from flexcp.integrations.megatron.hooks import LocalRotary
+    from flexcp.integrations.megatron.config import check_supported
+    from flexcp.integrations.megatron.engine import _check_functions
+    from flexcp.integrations.megatron.hooks import LocalRotary, enable
+    from flexcp.integrations.megatron.recording import device_name
 
 EXPERTS, WIDTH, COEFFICIENT = 4, 8, 0.1
 
@@ -141,3 +148,71 @@ def test_a_rotary_table_holds_every_position(lengths: list[int], rows: int) -> N
     params = params_of_pack(lengths, padding=3)
     assert params.table_rows == rows > int(params.positions.max())
     assert params.sample_tokens.tolist() == [*lengths, float("inf")]
+
+
+REFUSED = {
+    "fp4='nvfp4'": {"fp4": "nvfp4"},
+    "CUDA graphs": {"external_cuda_graph": True},
+    "moe_z_loss_coeff=0.001": {"num_moe_experts": 4, "moe_z_loss_coeff": 1e-3},
+    "moe_input_jitter_eps=0.01": {"num_moe_experts": 4, "moe_input_jitter_eps": 1e-2},
+    "moe_router_enable_expert_bias": {"num_moe_experts": 4, "moe_router_enable_expert_bias": True},
+    "'sinkhorn'": {"num_moe_experts": 4, "moe_router_load_balancing_type": "sinkhorn"},
+    "qk_clip=True": {"qk_clip": True},
+    "log_max_attention_logit=True": {"log_max_attention_logit": True},
+    "flash_decode=True": {"flash_decode": True},
+}
+
+
+def config_of(**options: Any) -> Any:
+    """After Megatron's own checks, of which some would come first."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a default of its own
+        config = TransformerConfig(
+            num_layers=2,
+            hidden_size=32,
+            num_attention_heads=4,
+            attention_dropout=0.0,
+            calculate_per_token_loss=True,
+            use_cpu_initialization=True,
+        )
+    for name, value in options.items():
+        setattr(config, name, value)
+    return config
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_options_that_would_go_wrong_are_refused_by_name(words: str) -> None:
+    """One at a time: without it the config is taken."""
+    check_supported(config_of())
+    with pytest.raises(UnsupportedError, match="FlexCP does not train with") as caught:
+        check_supported(config_of(**REFUSED[words]))
+    assert words in caught.value.cause
+    assert caught.value.remedy
+
+
+def test_positions_of_three_axes_are_refused() -> None:
+    """A model that rotates by them, wherever it got its spec."""
+    model, rotary = GPTModel.__new__(GPTModel), MultimodalRotaryEmbedding.__new__(MultimodalRotaryEmbedding)
+    for module in (model, rotary):
+        nn.Module.__init__(module)
+    model.config, model.decoder, model.rotary_pos_emb = config_of(), SimpleNamespace(layers=[]), rotary
+    with pytest.raises(UnsupportedError, match="position_embedding_type 'mrope'"):
+        enable(model)
+
+
+def test_overlapped_reduction_needs_its_function() -> None:
+    """Every backward pass would reduce, and gradients would be added up several times."""
+    config = config_of(finalize_model_grads_func=print)
+    _check_functions(config, SimpleNamespace(overlap_grad_reduce=False))
+    with pytest.raises(ConfigError, match=r"config\.no_sync_func is not set"):
+        _check_functions(config, SimpleNamespace(overlap_grad_reduce=True))
+    config.no_sync_func = print
+    _check_functions(config, SimpleNamespace(overlap_grad_reduce=True))
+
+
+def test_a_device_is_called_by_its_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by that of CUDA, which knows no other."""
+    devices = SimpleNamespace(get_device_name=lambda device: f"{device.type} of some vendor")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: devices)
+    assert device_name(torch.device("xpu", 0)) == "xpu of some vendor"
+    assert device_name(torch.device("cpu")) == "cpu"

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcp.core.errors import ConfigError
-from flexcp.runtime.order import batch_indices, epoch_order
+from flexcp.runtime.order import batch_indices, epoch_order, require_same_order
+from flexcp.runtime.settings import data_name
 
 counts = st.integers(1, 60)
 
@@ -77,3 +78,18 @@ def test_impossible_arguments_are_named(arguments, text):
     with pytest.raises(ConfigError) as caught:
         batch_indices(*arguments)
     assert str(caught.value) == text
+
+
+def test_a_run_on_other_data_is_not_resumed():
+    """Steps would hold other samples; the difference is named in samples and tokens."""
+    from types import SimpleNamespace
+
+    names = [data_name(SimpleNamespace(lengths=lengths)) for lengths in ([5, 9], [9, 5], [5, 9, 1])]
+    state = {"seed": 0, "data": names[0]}
+    require_same_order(state, seed=0, data=names[0])
+    for other in names[1:]:
+        with pytest.raises(ConfigError, match="made with data = 2 samples of 14 tokens") as caught:
+            require_same_order(state, seed=0, data=other)
+        assert f"this run has {other}" in str(caught.value)
+    with pytest.raises(ConfigError, match="data = None"):
+        require_same_order({"seed": 0}, seed=0, data=names[0])

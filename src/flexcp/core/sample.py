@@ -8,6 +8,8 @@ from numbers import Integral
 
 from flexcp.core.errors import LengthsError
 
+IGNORE_INDEX = -100  # the field's mark, among labels, for a token that is not a target
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:

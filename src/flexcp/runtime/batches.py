@@ -15,8 +15,8 @@ from flexcp.core.cluster import Cluster
 from flexcp.core.errors import ConfigError, DataError, FlexCPError, SampleTooLongError
 from flexcp.core.layout import Layout, Piece
 from flexcp.core.plan import Plan, Task
-from flexcp.core.sample import Sample
-from flexcp.runtime.loss import IGNORE_INDEX, shift_labels
+from flexcp.core.sample import IGNORE_INDEX, Sample
+from flexcp.runtime.loss import shift_labels
 from flexcp.runtime.transport import GroupExchange, Transport
 
 Example = Mapping[str, Any]

@@ -35,7 +35,7 @@ from flexcp.runtime.launch import DEFAULT_TIMEOUT_S
 from flexcp.runtime.learning import Learning
 from flexcp.runtime.order import require_same_order
 from flexcp.runtime.planning import AnyPlanner, Notify, meet
-from flexcp.runtime.settings import lengths_hash, settings_of
+from flexcp.runtime.settings import data_name, lengths_hash, settings_of
 from flexcp.runtime.sharding import sharding_of
 from flexcp.runtime.sources import training_source, whole_source
 from flexcp.runtime.status import tell
@@ -257,6 +257,7 @@ class Engine:
             "step": self.next_step,
             "seed": self.seed,
             "global_batch": self.global_batch,
+            "data": data_name(self.dataset),
             "skipped_steps": self.skipped_steps,
             "learnt_costs": learnt,
         }
@@ -265,9 +266,10 @@ class Engine:
         """Continue where `state_dict` was taken.
 
         Raises:
-            ConfigError: seed or global batch differ, so other samples would follow.
+            ConfigError: seed, global batch or data differ, so other samples would follow.
         """
-        require_same_order(state, seed=self.seed, global_batch=self.global_batch)
+        data = data_name(self.dataset)
+        require_same_order(state, seed=self.seed, global_batch=self.global_batch, data=data)
         self.next_step = state["step"]
         self.skipped_steps = state["skipped_steps"]
         if self._learning is not None:

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flexcp.core.errors import UnsupportedError
+from flexcp.core.sample import IGNORE_INDEX
 
-IGNORE_INDEX = -100  # the field's mark for a token that is not a target
 _CHUNK_ROWS = 1024  # rows whose logits are widened to fp32 at a time
 
 

@@ -67,16 +67,16 @@ def batch_indices(num_samples: int, global_batch: int, seed: int, step: int) -> 
     return np.concatenate(parts)
 
 
-def require_same_order(state: Mapping[str, Any], **this_run: int) -> None:
+def require_same_order(state: Mapping[str, Any], **this_run: int | str) -> None:
     """Whether a run that left this state drew the same samples for every step.
 
     Raises:
-        ConfigError: one of the given numbers differs; it is named.
+        ConfigError: one of the given values differs; it is named.
     """
     for key, value in this_run.items():
-        if state[key] != value:
+        if state.get(key) != value:
             raise ConfigError(
-                f"the checkpoint was made with {key} = {state[key]}, this run has {value}",
+                f"the checkpoint was made with {key} = {state.get(key)}, this run has {value}",
                 "Resume with the same value, or start a new run.",
             )
 

@@ -37,6 +37,20 @@ def settings_of(engine: Engine) -> dict[str, str]:
     }
 
 
+def data_name(dataset: Dataset | Stream) -> str:
+    """What tells one data set from another in a checkpoint; of a stream nothing is known.
+
+    >>> class Two:
+    ...     lengths = (5, 9)
+    >>> data_name(Two())
+    '2 samples of 14 tokens (lengths 5f880f05)'
+    """
+    if isinstance(dataset, Stream):
+        return "a stream"
+    tokens = int(np.sum(dataset.lengths, dtype=np.int64))
+    return f"{len(dataset.lengths)} samples of {tokens} tokens (lengths {lengths_hash(dataset)[:8]})"
+
+
 def lengths_hash(dataset: Dataset | Stream) -> str:
     """Of all lengths; those of a stream are not known."""
     lengths = [] if isinstance(dataset, Stream) else dataset.lengths

@@ -15,8 +15,8 @@ from torch import Tensor
 from flexcp.attention.upload import upload
 from flexcp.core.layout import make_layout
 from flexcp.core.plan import Plan
+from flexcp.core.sample import IGNORE_INDEX
 from flexcp.runtime.batches import MicroBatch, TaskContext
-from flexcp.runtime.loss import IGNORE_INDEX
 from flexcp.runtime.transport import Transport
 
 Batch = dict[str, Any]

@@ -15,7 +15,6 @@ Forward, backward, gradient reduction and optimizer stay Megatron's.
 
 from __future__ import annotations
 
-import hashlib
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
@@ -46,6 +44,7 @@ from flexcp.runtime.launch import DEFAULT_TIMEOUT_S
 from flexcp.runtime.learning import Learning
 from flexcp.runtime.order import require_same_order
 from flexcp.runtime.planning import AnyPlanner, Notify, meet
+from flexcp.runtime.settings import data_name, lengths_hash
 from flexcp.runtime.sources import MapSource, in_order, shuffled
 from flexcp.runtime.transport import Transport
 
@@ -192,6 +191,7 @@ class Engine:
             "step": self.next_step,
             "seed": self.seed,
             "global_batch": self.global_batch,
+            "data": data_name(self.dataset),
             "learnt_costs": learnt,
         }
 
@@ -199,9 +199,10 @@ class Engine:
         """Continue where `state_dict` was taken.
 
         Raises:
-            ConfigError: seed or global batch differ, so other samples would follow.
+            ConfigError: seed, global batch or data differ, so other samples would follow.
         """
-        require_same_order(state, seed=self.seed, global_batch=self.global_batch)
+        data = data_name(self.dataset)
+        require_same_order(state, seed=self.seed, global_batch=self.global_batch, data=data)
         self.next_step = state["step"]
         if self._learning is not None:
             self._learning.load_state_dict(state["learnt_costs"], self.next_step)
@@ -323,13 +324,12 @@ def _check_functions(config: Any, ddp: Any) -> None:
 
 def _check_agreement(engine: Engine) -> None:
     """Every process must run the same code on the same data in the same way, or no plan fits all."""
-    lengths = np.ascontiguousarray(engine.dataset.lengths, dtype="<i8").tobytes()
     planner = engine.planner
     values = {
         **versions(),
         "version of megatron-core": version("megatron-core"),
         "planner": repr(planner if isinstance(planner, Planner) else planner.cluster),
-        "lengths of the data set": hashlib.sha256(lengths).hexdigest(),
+        "lengths of the data set": lengths_hash(engine.dataset),
         "global_batch": str(engine.global_batch),
         "number of steps": str(engine.steps),
         "seed": str(engine.seed),

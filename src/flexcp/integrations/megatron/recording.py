@@ -224,12 +224,17 @@ class RunFolder:
             self._trace = None
 
 
+def device_name(device: torch.device) -> str:
+    """As its vendor calls it, whoever that is."""
+    return "cpu" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
+
+
 def run_info(planner: Planner, config: Any, device: torch.device) -> RunInfo:
     """What runs, as `flexcp report` names it."""
     return RunInfo(
         origin="measured",
         model=f"megatron-gpt, {config.num_layers} layers of {config.hidden_size}",
-        hardware="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        hardware=device_name(device),
         policy=planner.policy,
         mode=planner.mode,
         cluster=planner.cluster,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexcp.attention.exchange import FORTH, Message, Swap
+from flexcp.attention.exchange import group_sum
 from flexcp.core.errors import UnsupportedError
 from flexcp.integrations.transformers.config import num_experts
 from flexcp.runtime.batches import TaskContext
@@ -61,26 +61,6 @@ def balance_loss_sum(router_logits: Sequence[Tensor], context: TaskContext, conf
         sums = sums.index_add(0, owner, probabilities.to(dtype))
     tokens = counts.new_tensor([sample.tokens for sample in layout.samples])
     # tokens · E · Σ (count / (layers · tokens)) · (sum / (layers · tokens)), for each sample
-    shares = (_of_group(counts, context) * sums).sum(dim=1) * experts / (len(router_logits) ** 2 * tokens)
+    counts = group_sum(counts, context.exchange)
+    shares = (counts * sums).sum(dim=1) * experts / (len(router_logits) ** 2 * tokens)
     return coefficient * shares.sum()
-
-
-def _of_group(mine: Tensor, context: TaskContext) -> Tensor:
-    """The sum over all members, in their order, so that all of them hold the same bits."""
-    exchange = context.exchange
-    if exchange.degree == 1:
-        return mine
-    others = [m for m in range(exchange.degree) if m != exchange.member]
-
-    def message(name: str) -> Message:
-        return exchange.buffers.take(name, mine.shape, mine.dtype, mine.device)
-
-    outgoing = message("experts chosen here")
-    outgoing.payload.copy_(mine)
-    incoming = {other: message(f"experts chosen by {other}") for other in others}
-    size = mine.numel() * mine.element_size()
-    Swap(exchange, dict.fromkeys(others, outgoing), incoming, size, FORTH).wait()
-    total = torch.zeros_like(mine)
-    for m in range(exchange.degree):
-        total += mine if m == exchange.member else incoming[m].payload
-    return total

@@ -58,11 +58,6 @@ class Route:
     receives: Mapping[int, Tensor]
     most_rows: int
 
-    @property
-    def meets(self) -> bool:
-        """Whether the group shares work at all, as far as this member is concerned."""
-        return len(self.sends) > 1 or len(self.receives) > 1 or self.sends.keys() != self.receives.keys()
-
 
 def deal(work: Sequence[int], members: Sequence[int], turn: int) -> list[int]:
     """Who encodes each part: the dearest first, to whom has the least.

@@ -15,11 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcp.core.errors import DataError
+from flexcp.core.sample import IGNORE_INDEX
 from flexcp.train.data.tokenizers import TokenIds
 
 Learn = Literal["assistant", "all"]
-
-_NOT_LEARNED = -100  # the field's mark; `runtime.loss` has it too, and needs torch, which data do not
 
 
 def as_chat(value: object, name: str) -> str | None:
@@ -97,7 +96,7 @@ class ChatTokenizer:
             ids = self._ids(messages)
             learned = self._added_by_assistant(messages, ids)
         tokens = np.array(ids, dtype=np.int32)
-        return tokens, np.where(np.array(learned, dtype=bool), tokens.astype(np.int64), _NOT_LEARNED)
+        return tokens, np.where(np.array(learned, dtype=bool), tokens.astype(np.int64), IGNORE_INDEX)
 
     def _added_by_assistant(self, messages: list[Any], ids: list[int]) -> list[bool]:
         learned = [False] * len(ids)

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from flexcp.core.errors import DataError, MissingExtraError
 from flexcp.core.images import ImageRule, Picture, RowsOfImages, lay_out
+from flexcp.core.sample import IGNORE_INDEX
 from flexcp.train.data.columnar import Parquet
 from flexcp.train.data.dataset import TextDataset, TooLong
 from flexcp.train.data.documents import Documents, FileStamp, JsonLines, Skipped
@@ -29,7 +30,6 @@ from flexcp.train.data.index import EMPTY, NOT_TEXT, LengthIndex, Progress
 from flexcp.train.data.tokenizers import Tokenizer
 
 IMAGE = "<image>"  # where an image stands in a text
-IGNORE_INDEX = -100
 
 Ints = npt.NDArray[np.int64]
 Taken = TypeVar("Taken")
