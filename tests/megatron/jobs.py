@@ -202,7 +202,7 @@ def _twenty_flexibly(dataset: ListDataset, steps: int) -> dict[str, Any]:
     from tests.megatron import host
 
     ddp, optimizer = host.wrap(host.provider(host.make_config()))
-    shape = flexcp.megatron.shape_of(ddp.module.config, host.PADDED_VOCAB)
+    shape = flexcp.megatron.shape_of(ddp.module.config, host.PADDED_VOCAB, tied=True)
     cost = cost_model(shape, hardware("cpu"))
     planner = Planner(flexcp.megatron.cluster(48), cost, whole_below_tokens=16)
     degrees = []

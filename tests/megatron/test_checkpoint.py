@@ -36,7 +36,9 @@ def save_and_resume(world: Any, folder: str, tensor: int, pipeline: int) -> dict
     def build() -> tuple[Any, Any, Any]:
         ddp, optimizer = host.wrap(host.provider(host.make_config()))
         device = flexcp.hardware("cpu").cell(tensor, pipeline)
-        cost = flexcp.cost_model(flexcp.megatron.shape_of(ddp.module.config, host.PADDED_VOCAB), device)
+        cost = flexcp.cost_model(
+            flexcp.megatron.shape_of(ddp.module.config, host.PADDED_VOCAB, tied=True), device
+        )
         mode = "lockstep" if pipeline > 1 else "free-running"
         planner = flexcp.Planner(flexcp.megatron.cluster(96), cost, mode=mode, whole_below_tokens=16)
         engine = flexcp.megatron.Engine(

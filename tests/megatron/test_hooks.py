@@ -31,7 +31,7 @@ with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from flexcp.integrations.megatron import batches, experts
-    from flexcp.integrations.megatron.config import check_supported
+    from flexcp.integrations.megatron.config import check_supported, shape_of
     from flexcp.integrations.megatron.engine import _check_functions
     from flexcp.integrations.megatron.hooks import LocalRotary, enable
     from flexcp.integrations.megatron.recording import device_name
@@ -216,3 +216,23 @@ def test_a_device_is_called_by_its_own_module(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch, "get_device_module", lambda device: devices)
     assert device_name(torch.device("xpu", 0)) == "xpu of some vendor"
     assert device_name(torch.device("cpu")) == "cpu"
+
+
+def test_a_shape_counts_what_a_token_meets() -> None:
+    """Two matrices without a gate; of experts those that are chosen; embeddings apart, as in GPTModel."""
+    plain = shape_of(config_of(ffn_hidden_size=96), 100)
+    assert (plain.intermediate, plain.extra_parameters, plain.tied) == (64, 0, False)
+    assert shape_of(config_of(ffn_hidden_size=96, gated_linear_unit=True), 100, tied=True).intermediate == 96
+    mixture = {
+        "gated_linear_unit": True,
+        "ffn_hidden_size": 96,
+        "num_moe_experts": 8,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 24,
+        "moe_shared_expert_intermediate_size": 16,
+    }
+    every = shape_of(config_of(**mixture), 100)
+    assert (every.intermediate, every.extra_parameters) == (2 * 24 + 16, 2 * 6 * 3 * 32 * 24)
+    for half in (2, [0, 1]):
+        shape = shape_of(config_of(**mixture, moe_layer_freq=half), 100)
+        assert (shape.intermediate, shape.extra_parameters) == ((96 + 64) // 2, 6 * 3 * 32 * 24)

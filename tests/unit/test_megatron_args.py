@@ -77,6 +77,15 @@ def test_what_the_flags_leave_open_is_as_megatron_has_it():
     assert read_megatron_args(f"{SHORT} --swiglu").shape.intermediate == 128
 
 
+def test_experts_count_as_far_as_a_token_meets_them():
+    """Two of them unless the flags say otherwise, and those that all tokens meet."""
+    script = f"{SHORT} --swiglu --num-experts 8 --moe-ffn-hidden-size 24"
+    shape = read_megatron_args(script).shape
+    assert (shape.intermediate, shape.extra_parameters) == (48, 2 * 6 * 3 * 64 * 24)
+    more = read_megatron_args(f"{script} --moe-router-topk 3 --moe-shared-expert-intermediate-size 16").shape
+    assert (more.intermediate, more.extra_parameters) == (3 * 24 + 16, 2 * 5 * 3 * 64 * 24)
+
+
 @pytest.mark.parametrize(
     ("text", "cause", "remedy"),
     [

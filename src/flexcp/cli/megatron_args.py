@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flexcp.cli.comparison import Setting
 from flexcp.core.errors import ConfigError
-from flexcp.core.model_shape import ModelShape
+from flexcp.core.model_shape import ModelShape, feed_forward
 from flexcp.core.plan import Plan
 from flexcp.planner.timeline import fill_s
 from flexcp.report.tables import format_seconds
@@ -33,14 +33,16 @@ _CP = "context-parallel-size"
 # Megatron's default, without --ffn-hidden-size: 4 widths, of which a gated one takes two thirds.
 _FFN = 4
 _VOCAB_MULTIPLE = 128
+_TOPK = 2  # experts of a token
 # Read for a number, and left as they are.
 _MODEL = {"num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "kv-channels", "swiglu"}
 _HEADS = {"group-query-attention", "num-query-groups", "num-experts", "untie-embeddings-and-output-weights"}
 _VOCAB = {"vocab-size", "padded-vocab-size", "make-vocab-size-divisible-by"}
+_EXPERTS = {"moe-router-topk", "moe-ffn-hidden-size", "moe-shared-expert-intermediate-size"}
 _BATCH = {"global-batch-size", "micro-batch-size", "seq-length", "variable-seq-lengths"}
 _LAUNCH = {"nnodes", "nproc-per-node", "nproc_per_node"}
 _LOSS = {"calculate-per-token-loss", "attention-dropout"}
-_READ = {_TP, _PP, _CP, _EP} | _MODEL | _HEADS | _VOCAB | _BATCH | _LAUNCH | _LOSS
+_READ = {_TP, _PP, _CP, _EP} | _MODEL | _HEADS | _EXPERTS | _VOCAB | _BATCH | _LAUNCH | _LOSS
 # What `flexcp.megatron` refuses before step 0, and what to do about it.
 _REFUSED = {
     "hybrid-context-parallel": "FlexCP plans in its place",
@@ -208,15 +210,23 @@ def _shape(source: str, flags: Flags, notices: list[str]) -> ModelShape:
     groups = _count(flags, "num-query-groups", 1) if "group-query-attention" in flags else heads
     wide = int(_FFN * hidden * 2 / 3) // 64 * 64 if gated else _FFN * hidden
     intermediate = _count(flags, "ffn-hidden-size", wide)
-    if not gated:
-        intermediate = max(1, intermediate * 2 // 3)  # two matrices; shapes count three
+    intermediate, idle = feed_forward(
+        hidden,
+        layers,
+        intermediate,
+        gated=gated,
+        experts=_count(flags, "num-experts", 0),
+        chosen=_count(flags, "moe-router-topk", _TOPK),
+        expert_width=_count(flags, "moe-ffn-hidden-size", intermediate),
+        shared_width=_count(flags, "moe-shared-expert-intermediate-size", 0),
+    )
     vocab = _optional(flags, "padded-vocab-size") or _optional(flags, "vocab-size")
     if vocab is None:
         vocab = 128 * 1024
         notices.append(f"no --vocab-size: {vocab:,} assumed; it matters to memory alone.")
     multiple = _count(flags, "make-vocab-size-divisible-by", _VOCAB_MULTIPLE) * _count(flags, _TP, 1)
     if "num-experts" in flags:
-        notices.append("the model has experts: compute is counted as one expert a token.")
+        notices.append("every layer is counted as a mixture of experts (--moe-layer-freq is not read).")
     return ModelShape(
         Path(source).stem if source != "--from-megatron-args" else "megatron-gpt",
         layers,
@@ -227,6 +237,7 @@ def _shape(source: str, flags: Flags, notices: list[str]) -> ModelShape:
         intermediate,
         -(-vocab // multiple) * multiple,
         tied="untie-embeddings-and-output-weights" not in flags,
+        extra_parameters=idle,
     )
 
 

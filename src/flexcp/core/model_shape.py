@@ -80,6 +80,45 @@ class ModelShape:
         return self.layers * self.layer_parameters + embeddings + self.extra_parameters
 
 
+def feed_forward(
+    hidden: int,
+    layers: int,
+    width: int,
+    *,
+    gated: bool = True,
+    experts: int = 0,
+    chosen: int = 0,
+    expert_width: int = 0,
+    shared_width: int = 0,
+    dense_layers: int = 0,
+) -> tuple[int, int]:
+    """What a shape says of a feed-forward, of mixtures of experts too.
+
+    Args:
+        hidden: of the model.
+        layers: of the model.
+        width: of a dense feed-forward.
+        gated: it has three matrices; where it has two, two thirds of a width are counted.
+        experts: routed experts of a layer; 0 in a dense model.
+        chosen: to how many of them a token goes.
+        expert_width: of one of them.
+        shared_width: of all experts that every token meets beside them.
+        dense_layers: layers without experts in a model with them.
+
+    Returns:
+        `intermediate`, what a token meets, mean of the layers; and weights of experts that it does not meet.
+
+    >>> feed_forward(8, 2, 30), feed_forward(8, 2, 30, gated=False)
+    ((30, 0), (20, 0))
+    >>> feed_forward(8, 2, 30, experts=4, chosen=2, expert_width=10, shared_width=6, dense_layers=1)
+    (28, 480)
+    """
+    mixed = layers - dense_layers if experts else 0
+    met = (layers - mixed) * width + mixed * (chosen * expert_width + shared_width)
+    idle = mixed * (experts - chosen) * (3 if gated else 2) * hidden * expert_width
+    return (met // layers if gated else max(1, met * 2 // (3 * layers))), idle
+
+
 # From the public config.json of each model; extra_parameters is the published total less the language model.
 # Encoders: vision_config of Qwen3-VL (patches of 16, merged 2 x 2) and of InternVL3 (InternViT-300M, tiles of
 # 448 x 448 in patches of 14, merged 2 x 2; its class token is left out).

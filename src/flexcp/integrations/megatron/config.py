@@ -6,17 +6,31 @@ from collections.abc import Iterator
 from typing import Any
 
 from flexcp.core.errors import ConfigError, UnsupportedError
-from flexcp.core.model_shape import ModelShape
+from flexcp.core.model_shape import ModelShape, feed_forward
 
 
-def shape_of(config: Any, vocab: int, *, tied: bool = True) -> ModelShape:
-    """The shape of a GPT model, for cost models.
+def shape_of(config: Any, vocab: int, *, tied: bool = False) -> ModelShape:
+    """The shape of a GPT model, for cost models; of a mixture of experts what one token meets.
 
     Args:
         config: a `TransformerConfig`.
         vocab: vocabulary size, which is not in it.
-        tied: whether input and output embeddings are one.
+        tied: what the `GPTModel` gets as `share_embeddings_and_output_weights`; its default is this one's.
     """
+    experts, layers = config.num_moe_experts or 0, config.num_layers
+    every = config.moe_layer_freq
+    mixed = sum(every) if isinstance(every, list) else -(-layers // every)
+    intermediate, idle = feed_forward(
+        config.hidden_size,
+        layers,
+        config.ffn_hidden_size,
+        gated=config.gated_linear_unit,
+        experts=experts,
+        chosen=config.moe_router_topk,
+        expert_width=config.moe_ffn_hidden_size or config.ffn_hidden_size,
+        shared_width=config.moe_shared_expert_intermediate_size or 0,
+        dense_layers=layers - mixed,
+    )
     return ModelShape(
         name="megatron-gpt",
         layers=config.num_layers,
@@ -24,9 +38,10 @@ def shape_of(config: Any, vocab: int, *, tied: bool = True) -> ModelShape:
         heads=config.num_attention_heads,
         kv_heads=config.num_query_groups or config.num_attention_heads,
         head_dim=config.kv_channels,
-        intermediate=config.ffn_hidden_size,
+        intermediate=intermediate,
         vocab=vocab,
         tied=tied,
+        extra_parameters=idle,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from flexcp.core.errors import UnsupportedError
-from flexcp.core.model_shape import ModelShape
+from flexcp.core.model_shape import ModelShape, feed_forward
 from flexcp.integrations.transformers.encoders import vision_shape
 
 # Held to one process by the tests. Others may mix tokens outside of attention (convolutions, state spaces,
@@ -84,9 +84,16 @@ def _feed_forward(config: Any) -> tuple[int, int]:
     shared = int(getattr(config, "n_shared_experts", None) or 0)
     layers, first = int(config.num_hidden_layers), int(getattr(config, "first_k_dense_replace", None) or 0)
     first = min(first, layers)
-    met = first * dense + (layers - first) * (chosen + shared) * width
-    idle = (layers - first) * (experts - chosen) * 3 * config.hidden_size * width
-    return met // layers, idle
+    return feed_forward(
+        int(config.hidden_size),
+        layers,
+        dense,
+        experts=experts,
+        chosen=chosen,
+        expert_width=width,
+        shared_width=shared * width,
+        dense_layers=first,
+    )
 
 
 def num_experts(config: Any) -> int:
