@@ -224,7 +224,7 @@ def count_tokens(example: Example) -> int:
     """
     tokens = len(example["input_ids"])
     labels = len(example.get("labels", example["input_ids"]))
-    if labels != tokens:
+    if tokens and labels != tokens:
         raise DataError(
             f"it has {tokens} tokens and {labels} labels",
             "Give a label for every token (-100 where there is no target), unshifted: FlexCP shifts them.",
