@@ -316,7 +316,7 @@ class TroubledRecords(Records):
         if record == 6 and self.how == "labels":
             example["labels"] = example["labels"][1:]
         if record == 6 and self.how == "too long":
-            example["input_ids"] = np.zeros(400, dtype=int)
+            example["input_ids"] = example["labels"] = np.zeros(400, dtype=int)
         return example
 
 
