@@ -101,3 +101,26 @@ def test_what_is_no_chat_is_named(value: Any, tmp_path: Path) -> None:
     (tmp_path / "text" / "a.txt").write_text("a")
     with pytest.raises(DataError, match="holds text files, and no chats"):
         open_dataset(tmp_path / "text", tokenizer=tmp_path / "model", chat_column="messages")
+
+
+def test_chats_that_teach_nothing_are_skipped_by_name(tmp_path: Path) -> None:
+    """A role that is misspelt, or no answer: their labels would be none, in silence."""
+    path, folder = tmp_path / "chats.jsonl", saved(tmp_path / "model")
+    chats = [MESSAGES, [{"role": "asistant", "content": "yes"}], MESSAGES[:1]]
+    path.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    data = open_dataset(path, tokenizer=folder, chat_column="messages")
+
+    assert len(data) == 1
+    assert [str(skipped) for skipped in data.skipped] == [
+        "2 skipped, no turn to learn: chats.jsonl:2, chats.jsonl:3"
+    ]
+    assert len(open_dataset(path, tokenizer=folder, chat_column="messages", learn="all")) == 3
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for %}", "{{ raise_exception('no') }}", "{{ messages[9].content }}"]
+)
+def test_a_template_that_fails_is_named(template: str, tmp_path: Path) -> None:
+    tokenizer = ChatTokenizer(saved(tmp_path / "model", template))
+    with pytest.raises(DataError, match=r"the chat template in .*model fails on \[\{\"role\": \"user\""):
+        tokenizer.encode(json.dumps(MESSAGES))

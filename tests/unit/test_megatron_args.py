@@ -151,3 +151,57 @@ def test_options_win_over_the_script(lengths, capfd):
 
     assert (inputs["ranks"], inputs["ranks_per_node"], inputs["global_batch"]) == (2, 2, 6)
     assert inputs["mode"] == "free-running"
+
+
+def test_assignments_are_followed_in_their_order(tmp_path):
+    """Several a line, appended to, made of one another."""
+    script = tmp_path / "run.sh"
+    script.write_text(
+        f'ARGS="{SHORT}"\nexport A=1 TP=4 GBS=64\nOPT="--global-batch-size $GBS"\n'
+        'OPT="$OPT --context-parallel-size 2"\nARGS+=" --swiglu"\n'
+        "torchrun pretrain.py $ARGS $OPT --tensor-model-parallel-size $TP\n"
+    )
+    run = read_megatron_args(f"@{script}")
+
+    assert (run.global_batch, run.context, run.tensor) == (64, 2, 4)
+    assert not any("does not set" in notice for notice in run.notices)
+
+
+@pytest.mark.parametrize(
+    ("more", "notice"),
+    [
+        (
+            "--tensor-model-parallel-size 4 --tensor-model-parallel-size 8",
+            "--tensor-model-parallel-size is given as 4, 8: the last counts",
+        ),
+        ("--num_layers 64", "perhaps misspelt: --num_layers (--num-layers?)"),
+        ("--recompute-granularity selective", "selective recomputation is counted as none"),
+    ],
+)
+def test_what_may_be_a_mistake_is_noticed(more, notice):
+    assert any(notice in found for found in read_megatron_args(f"{SHORT} {more}").notices)
+
+
+@pytest.mark.parametrize(
+    ("more", "cause"),
+    [
+        ("--num-layers " + "9" * 5000, "--num-layers is '999"),
+        ("--group-query-attention --num-query-groups 3", "no multiple of 3 query groups"),
+        ("--nproc-per-node 4 --expert-model-parallel-size 8", "no multiple of EP 8"),
+    ],
+)
+def test_what_cannot_be_is_refused(more, cause):
+    with pytest.raises(ConfigError, match=cause):
+        read_megatron_args(f"{SHORT} {more}")
+
+
+@pytest.mark.parametrize(("flag", "recomputed"), [("", False), ("--recompute-granularity full", True)])
+def test_a_plan_recomputes_as_the_script_does(tmp_path, capfd, flag, recomputed):
+    """Ten times the tokens fit where whole layers are computed again."""
+    lengths = tmp_path / "lengths.json"
+    lengths.write_text("[100, 200]")
+    given = ["plan", str(lengths), "--ranks", "2", "--json", "--from-megatron-args"]
+    assert main([*given, f"{SHORT} --expert-model-parallel-size 2 {flag}"]) == 0
+    inputs = json.loads(capfd.readouterr().out)["inputs"]
+    assert inputs["checkpointing"] is recomputed
+    assert inputs["mode"] == "lockstep"  # experts meet in every layer

@@ -139,3 +139,35 @@ def test_what_is_no_data_with_images_is_refused(folder: Path) -> None:
     (folder / "preprocessor_config.json").write_text('{"do_pan_and_scan": true}')
     with pytest.raises(ConfigError, match="settings ask for do_pan_and_scan"):
         model_images(run_vision_config("gemma3"), folder)
+
+
+def test_images_stand_as_cameras_held_them(folder: Path) -> None:
+    """EXIF says so beside the pixels; the header's size counts turned as well."""
+    lying = Image.new("RGB", (90, 40), (9, 9, 9))
+    lying.paste((250, 250, 250), (0, 0, 45, 40))
+    upright = lying.transpose(Image.Transpose.ROTATE_270)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    lying.save(folder / "lying.png", exif=exif)
+    upright.save(folder / "upright.png")
+    rows = [{"text": "<image>", "images": [name]} for name in ("lying.png", "upright.png")]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    first, second = (opened(folder / "rows.jsonl")[index] for index in range(2))
+
+    assert first["image_grid_thw"].tolist() == second["image_grid_thw"].tolist()
+    np.testing.assert_array_equal(first["pixel_values"], second["pixel_values"])
+
+
+def test_images_of_more_than_8_bits_are_named(folder: Path) -> None:
+    """Clipped to 8 bits they would be white."""
+    Image.fromarray(np.full((64, 64), 20_000, dtype=np.uint16)).save(folder / "deep.png")
+    (folder / "rows.jsonl").write_text(json.dumps({"text": "<image>", "images": ["deep.png"]}))
+    with pytest.raises(DataError, match=r"rows.jsonl:1: .*deep.png has pixels of mode I;16, not of 8 bits"):
+        opened(folder / "rows.jsonl")
+
+
+def test_an_image_that_no_model_takes_is_named_by_its_row(folder: Path) -> None:
+    Image.new("RGB", (4000, 2)).save(folder / "long.png")
+    (folder / "rows.jsonl").write_text(json.dumps({"text": "<image>", "images": ["long.png"]}))
+    with pytest.raises(DataError, match=r"^rows.jsonl:1: an image has 2 x 4000 pixels"):
+        opened(folder / "rows.jsonl")

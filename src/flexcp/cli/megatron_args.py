@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 
 from flexcp.cli.comparison import Setting
@@ -23,10 +25,14 @@ Flags = Mapping[str, str]
 
 RANKS_PER_NODE, GLOBAL_BATCH = 8, 512  # of `plan` where nobody says otherwise
 
-_ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s();]+)\s*$", re.MULTILINE)
+_VALUE = r"""[A-Za-z_]\w*\+?=(?:"[^"]*"|'[^']*'|[^\s();"']+)"""
+_ASSIGNMENTS = re.compile(rf"^\s*(?:export\s+)?({_VALUE}(?:[ \t]+{_VALUE})*)\s*$", re.MULTILINE)
+_ASSIGNMENT = re.compile(r"""(\w+)(\+?)=("[^"]*"|'[^']*'|\S+)""")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 _COMMENT = re.compile(r"(^|\s)#.*$", re.MULTILINE)
 _DEEP = 5  # variables inside variables
+_DIGITS = 10  # of a count
+_CLOSE = 0.75  # how alike names are of which one may be meant
 
 _TP, _PP, _EP = (f"{kind}-model-parallel-size" for kind in ("tensor", "pipeline", "expert"))
 _CP = "context-parallel-size"
@@ -42,7 +48,8 @@ _EXPERTS = {"moe-router-topk", "moe-ffn-hidden-size", "moe-shared-expert-interme
 _BATCH = {"global-batch-size", "micro-batch-size", "seq-length", "variable-seq-lengths"}
 _LAUNCH = {"nnodes", "nproc-per-node", "nproc_per_node"}
 _LOSS = {"calculate-per-token-loss", "attention-dropout"}
-_READ = {_TP, _PP, _CP, _EP} | _MODEL | _HEADS | _EXPERTS | _VOCAB | _BATCH | _LAUNCH | _LOSS
+_RECOMPUTE = {"recompute-granularity", "recompute-activations"}
+_READ = {_TP, _PP, _CP, _EP} | _MODEL | _HEADS | _EXPERTS | _VOCAB | _BATCH | _LAUNCH | _LOSS | _RECOMPUTE
 # What `flexcp.megatron` refuses before step 0, and what to do about it.
 _REFUSED = {
     "hybrid-context-parallel": "FlexCP plans in its place",
@@ -71,7 +78,8 @@ class MegatronRun:
     Attributes:
         source: what to call it.
         shape: the model.
-        tensor, pipeline, context: sizes of the grid today.
+        tensor, pipeline, context, expert: sizes of the grid today.
+        checkpointing: whole layers are recomputed in the backward pass.
         ranks: N, cells of tensor x pipeline processes; None if the script does not say on how many devices.
         devices_per_node: that a node has; None likewise.
         global_batch: samples a step; None likewise.
@@ -85,6 +93,8 @@ class MegatronRun:
     tensor: int
     pipeline: int
     context: int
+    expert: int
+    checkpointing: bool
     ranks: int | None
     devices_per_node: int | None
     global_batch: int | None
@@ -121,41 +131,50 @@ def read_megatron_args(text: str) -> MegatronRun:
                 f"{source} cannot be read ({getattr(error, 'strerror', None) or 'not a text'})",
                 'Give the flags themselves, or @ and the path of a launch script: "@pretrain.sh".',
             ) from None
-    flags, unknown = _flags(content, source)
-    return _run(source, flags, unknown)
+    return _run(source, *_flags(content, source))
 
 
 def _flags(content: str, source: str) -> tuple[dict[str, str], list[str]]:
-    """Flags with their values, the last one wins; and names of those whose value is still a variable."""
+    """Flags with their values, the last one wins; and what a reader should know of them."""
     content = _COMMENT.sub(r"\1", content.replace("\\\n", " "))
-    variables = {name: value.strip("\"'") for name, value in _ASSIGNMENT.findall(content)}
+    variables = _variables(content)
     for _ in range(_DEEP):
-        content = _VARIABLE.sub(lambda found: _value_of(found, variables), content)
+        content = _VARIABLE.sub(partial(_value_of, variables=variables), content)
     try:
         tokens = shlex.split(content.replace("(", " ").replace(")", " "))
     except ValueError as error:
         raise ConfigError(
             f"{source} is not a list of flags ({error})", "Give the flags as the shell would pass them on."
         ) from None
-    flags: dict[str, str] = {}
-    unresolved: list[str] = []
-    name = ""
+    given: list[tuple[str, str]] = []
     for token in tokens:
         if token.startswith("--"):
             name, _, value = token[2:].partition("=")
-            flags[name] = value
-        elif name:
-            flags[name] = f"{flags[name]} {token}".strip()
-    for name, value in list(flags.items()):
-        first = value.split(" ")[0]
-        if "$" in first and name in _READ:
-            unresolved.append(f"--{name} {first}")
-            del flags[name]
-        else:
-            flags[name] = first
-    if not flags:
+            given.append((name, value))
+        elif given and not given[-1][1]:
+            given[-1] = given[-1][0], token
+    if not given:
         raise ConfigError(f"{source} has no flag", 'Such as "--num-layers 32 --hidden-size 4096".')
-    return flags, unresolved
+    notices = []
+    unset = [f"--{name} {value}" for name, value in given if "$" in value and name in _READ]
+    if unset:
+        notices.append(f"variables that {source} does not set: {', '.join(dict.fromkeys(unset))}.")
+    known = [(name, value) for name, value in given if not ("$" in value and name in _READ)]
+    for name in sorted(_READ):
+        values = dict.fromkeys(value for other, value in known if other == name)
+        if len(values) > 1:
+            notices.append(f"--{name} is given as {', '.join(values)}: the last counts.")
+    return dict(known), notices
+
+
+def _variables(content: str) -> dict[str, str]:
+    """Plain assignments, in their order: a later one may append to an earlier."""
+    variables: dict[str, str] = {}
+    for line in _ASSIGNMENTS.findall(content):
+        for name, append, value in _ASSIGNMENT.findall(line):
+            text = _VARIABLE.sub(partial(_value_of, variables=variables), value.strip("\"'"))
+            variables[name] = variables.get(name, "") + text if append else text
+    return variables
 
 
 def _value_of(found: re.Match[str], variables: Mapping[str, str]) -> str:
@@ -163,10 +182,9 @@ def _value_of(found: re.Match[str], variables: Mapping[str, str]) -> str:
     return variables.get(name, found[0] if found[2] is None else found[2])
 
 
-def _run(source: str, flags: Flags, unresolved: Sequence[str]) -> MegatronRun:
-    notices = [f"variables that {source} does not set: {', '.join(unresolved)}."] if unresolved else []
+def _run(source: str, flags: Flags, notices: list[str]) -> MegatronRun:
     shape = _shape(source, flags, notices)
-    tensor, pipeline, context = (_count(flags, name, 1) for name in (_TP, _PP, _CP))
+    tensor, pipeline, context, expert = (_count(flags, name, 1) for name in (_TP, _PP, _CP, _EP))
     per_node = _optional(flags, "nproc-per-node") or _optional(flags, "nproc_per_node")
     ranks = None
     if per_node is not None:
@@ -177,17 +195,28 @@ def _run(source: str, flags: Flags, unresolved: Sequence[str]) -> MegatronRun:
                 "Check --nproc-per-node and --nnodes, or leave them out and give --ranks.",
             )
         ranks = processes // (tensor * pipeline)
+        if ranks % expert:
+            raise ConfigError(
+                f"{ranks} cells of TP {tensor} x PP {pipeline} are no multiple of EP {expert}",
+                f"Check --{_EP}, --nproc-per-node and --nnodes.",
+            )
     sequence = _optional(flags, "seq-length")
     rows = None if sequence is None else -(-sequence * _count(flags, "micro-batch-size", 1) // context)
     unread = sorted(f"--{name}" for name in flags if name not in _READ and name not in _REFUSED)
     if unread:
         notices.append(f"not read, and left as they are: {' '.join(unread)}.")
+        meant = {flag: get_close_matches(flag[2:], _READ, 1, _CLOSE) for flag in unread}
+        near = [f"{flag} (--{found[0]}?)" for flag, found in meant.items() if found]
+        if near:
+            notices.append(f"perhaps misspelt: {', '.join(near)}.")
     return MegatronRun(
         source,
         shape,
         tensor,
         pipeline,
         context,
+        expert,
+        _recomputes(flags, notices),
         ranks,
         per_node,
         _optional(flags, "global-batch-size"),
@@ -195,6 +224,14 @@ def _run(source: str, flags: Flags, unresolved: Sequence[str]) -> MegatronRun:
         tuple(_changes(flags, pipeline, context)),
         tuple(notices),
     )
+
+
+def _recomputes(flags: Flags, notices: list[str]) -> bool:
+    """Whether whole layers are; what recomputes less is counted as nothing, so that memory suffices."""
+    granularity = flags.get("recompute-granularity", "")
+    if granularity == "selective" or "recompute-activations" in flags:
+        notices.append("selective recomputation is counted as none: a rank may hold more tokens.")
+    return granularity == "full"
 
 
 def _shape(source: str, flags: Flags, notices: list[str]) -> ModelShape:
@@ -208,6 +245,11 @@ def _shape(source: str, flags: Flags, notices: list[str]) -> ModelShape:
     layers, hidden, heads = (_count(flags, name, 0) for name in needed)
     gated = "swiglu" in flags
     groups = _count(flags, "num-query-groups", 1) if "group-query-attention" in flags else heads
+    if heads % groups:
+        raise ConfigError(
+            f"{heads} attention heads are no multiple of {groups} query groups",
+            "Check --num-attention-heads and --num-query-groups.",
+        )
     wide = int(_FFN * hidden * 2 / 3) // 64 * 64 if gated else _FFN * hidden
     intermediate = _count(flags, "ffn-hidden-size", wide)
     intermediate, idle = feed_forward(
@@ -247,9 +289,9 @@ def _changes(flags: Flags, pipeline: int, context: int) -> list[str]:
     if context > 1:
         changes.append(f"remove --{_CP} {context}: groups of any degree are made of the data-parallel ranks")
     for name, why in _REFUSED.items():
-        if name in flags and flags[name] not in ("0", "0.0", "none"):
+        if name in flags and flags[name] != "none" and not _is_zero(flags[name]):
             changes.append(f"remove --{name} {flags[name]}".rstrip() + f": {why}")
-    if flags.get("attention-dropout") not in ("0", "0.0"):
+    if not _is_zero(flags.get("attention-dropout", "0.1")):
         changes.append("add --attention-dropout 0 (Megatron's default is 0.1)")
     if "calculate-per-token-loss" not in flags:
         changes.append("add --calculate-per-token-loss: micro-batches are of unequal size")
@@ -261,6 +303,14 @@ def _changes(flags: Flags, pipeline: int, context: int) -> list[str]:
     return changes
 
 
+def _is_zero(text: str) -> bool:
+    """As a number, however it is written."""
+    try:
+        return float(text) == 0
+    except ValueError:
+        return False
+
+
 def _optional(flags: Flags, name: str) -> int | None:
     return _count(flags, name, 0) if name in flags else None
 
@@ -269,8 +319,10 @@ def _count(flags: Flags, name: str, default: int) -> int:
     if name not in flags:
         return default
     value = flags[name]
-    if not value.isascii() or not value.isdigit() or int(value) < 1:
-        raise ConfigError(f"--{name} is {value!r}", "It is a whole number of at least 1.")
+    if not value.isascii() or not value.isdigit() or len(value) > _DIGITS or int(value) < 1:
+        raise ConfigError(
+            f"--{name} is {value[:40]!r}", "It is a whole number of at least 1."
+        )
     return int(value)
 
 
@@ -295,7 +347,9 @@ def asked_of(
     mode: str,
     current_cp: int | None,
 ) -> Asked:
-    """What was asked for: options first, then the script, then defaults. Pipelines run in lockstep.
+    """What was asked for: options first, then the script, then defaults.
+
+    Pipelines and experts run in lockstep.
 
     Raises:
         ConfigError: model or ranks are missing, or the model was given twice.
@@ -322,7 +376,7 @@ def asked_of(
         ranks,
         _first(ranks_per_node, run.ranks_per_node if run else None, RANKS_PER_NODE),
         _first(global_batch, run.global_batch if run else None, GLOBAL_BATCH),
-        "lockstep" if run is not None and run.pipeline > 1 else mode,
+        "lockstep" if run is not None and max(run.pipeline, run.expert) > 1 else mode,
         current_cp,
     )
 

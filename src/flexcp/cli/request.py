@@ -42,7 +42,7 @@ Checkpointing = Annotated[
     typer.Option(
         "--checkpointing/--no-checkpointing",
         help="Whether layers are recomputed in the backward pass.",
-        show_default="yes, or as the calibration was measured",
+        show_default="yes, or as calibration or script",
         rich_help_panel=CLUSTER,
     ),
 ]
@@ -120,7 +120,7 @@ def read_request(
     if megatron:
         device = device.cell(megatron.tensor, megatron.pipeline)
     if checkpointing is None:
-        checkpointing = calibration.setup.checkpointing if calibration else True
+        checkpointing = _recomputes(calibration, megatron)
     _refuse_below_one(ranks=ranks, global_batch=global_batch, steps=steps)
     per_rank, derived = holding.tokens_per_rank(shape, device, ranks, checkpointing=checkpointing)
     cost = cost_model(shape, device, checkpointing=checkpointing)
@@ -150,6 +150,13 @@ def read_request(
         ],
     }
     return Request(shape, setting, given, batches, inputs)
+
+
+def _recomputes(calibration: Calibration | None, megatron: MegatronRun | None) -> bool:
+    """As the script says, or the calibration was measured; presets are planned with recomputation."""
+    if megatron is not None:
+        return megatron.checkpointing
+    return calibration.setup.checkpointing if calibration is not None else True
 
 
 def _mode(name: str) -> Mode:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from flexcp.core.errors import DataError
 from flexcp.core.sample import IGNORE_INDEX
-from flexcp.train.data.tokenizers import TokenIds
+from flexcp.train.data.tokenizers import TEACHES_NOTHING, TokenIds
 
 Learn = Literal["assistant", "all"]
 
@@ -56,7 +56,7 @@ class ChatTokenizer:
     """
 
     def __init__(self, folder: str | Path, learn: Learn = "assistant") -> None:
-        self._tokenizer = _load(folder)
+        self._tokenizer, self._folder = _load(folder), folder
         template = self._tokenizer.chat_template
         if not isinstance(template, str):
             raise DataError(
@@ -74,8 +74,14 @@ class ChatTokenizer:
         return np.array(self._ids(json.loads(text)), dtype=np.int32)
 
     def count(self, texts: Sequence[str]) -> list[int]:
-        """`len(encode(text))` of each chat."""
-        return [len(self._ids(json.loads(text))) for text in texts]
+        """`len(encode(text))` of each chat; `TEACHES_NOTHING` where nobody's turn is learned."""
+        chats = [json.loads(text) for text in texts]
+        return [
+            len(self._ids(messages)) if self._teaches(messages) else TEACHES_NOTHING for messages in chats
+        ]
+
+    def _teaches(self, messages: list[Any]) -> bool:
+        return self._learn == "all" or any(message["role"] == "assistant" for message in messages)
 
     def encode_labelled(self, text: str) -> tuple[TokenIds, npt.NDArray[np.int64]]:
         """Ids, and labels that are -100 where a token is not learned; [tokens] each.
@@ -88,9 +94,7 @@ class ChatTokenizer:
             ids = self._ids(messages)
             learned = [True] * len(ids)
         elif self._has_marks:
-            marked = self._tokenizer.apply_chat_template(
-                messages, return_dict=True, return_assistant_tokens_mask=True
-            )
+            marked = self._rendered(messages, return_assistant_tokens_mask=True)
             ids, learned = marked["input_ids"], marked["assistant_masks"]
         else:
             ids = self._ids(messages)
@@ -114,10 +118,18 @@ class ChatTokenizer:
         return learned
 
     def _ids(self, messages: list[Any], *, add_generation_prompt: bool = False) -> list[int]:
-        found = self._tokenizer.apply_chat_template(
-            messages, return_dict=True, add_generation_prompt=add_generation_prompt
-        )
+        found = self._rendered(messages, add_generation_prompt=add_generation_prompt)
         return [int(token) for token in found["input_ids"]]
+
+    def _rendered(self, messages: list[Any], **options: bool) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(messages, return_dict=True, **options)
+        except Exception as error:  # a template is a program, and may raise what it likes
+            begun = json.dumps(messages, ensure_ascii=False)[:80]
+            raise DataError(
+                f"the chat template in {self._folder} fails on {begun}… ({type(error).__name__}: {error})",
+                "Mend the template, or leave out chats that it does not take.",
+            ) from error
 
 
 def _load(folder: str | Path) -> Any:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from flexcp.core.errors import DataError
 from flexcp.train.data.documents import NAMED, Documents, FileStamp, Skipped
-from flexcp.train.data.tokenizers import Tokenizer
+from flexcp.train.data.tokenizers import TEACHES_NOTHING, Tokenizer
 
 INDEX_SCHEMA = "flexcp.index/1"
 
@@ -81,7 +81,7 @@ def build_index(documents: Documents, tokenizer: Tokenizer, progress: Progress |
 
 def skipped_by(documents: Documents, lengths: npt.NDArray[np.int64]) -> tuple[Skipped, ...]:
     """Documents that give no sample, by reason."""
-    reasons = (("not text", NOT_TEXT), ("empty", EMPTY))
+    reasons = (("not text", NOT_TEXT), ("empty", EMPTY), ("no turn to learn", TEACHES_NOTHING))
     return tuple(
         record
         for reason, mark in reasons

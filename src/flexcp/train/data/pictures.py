@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from flexcp.core.errors import DataError, MissingExtraError
+from flexcp.core.errors import DataError, InputError, MissingExtraError
 from flexcp.core.images import ImageRule, Picture, RowsOfImages, lay_out
 from flexcp.core.sample import IGNORE_INDEX
 from flexcp.train.data.columnar import Parquet
@@ -32,6 +32,9 @@ from flexcp.train.data.tokenizers import Tokenizer
 IMAGE = "<image>"  # where an image stands in a text
 
 Ints = npt.NDArray[np.int64]
+_EIGHT_BIT = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB", "HSV", "La", "RGBa"}
+_ORIENTATION = 0x0112  # the EXIF tag, and the values by which width and height change places
+_LYING = (5, 6, 7, 8)
 Taken = TypeVar("Taken")
 
 
@@ -137,11 +140,11 @@ class PictureRows:
         Raises:
             DataError: one is missing, or is not an image; row and image are named.
         """
-        return self._each(index, lambda image: (image.height, image.width))
+        return self._each(index, _upright_size)
 
     def images(self, index: int) -> list[Any]:
         """RGB images of a row, decoded; raises as `sizes` does."""
-        return self._each(index, lambda image: image.convert("RGB"))
+        return self._each(index, _upright)
 
     def _each(self, index: int, take: Callable[[Any], Taken]) -> list[Taken]:
         library = _library()
@@ -153,6 +156,11 @@ class PictureRows:
             try:
                 with library.open(source) as image:
                     taken.append(take(image))
+                    if image.mode not in _EIGHT_BIT:
+                        raise DataError(
+                            f"{self.name(index)}: {what} has pixels of mode {image.mode}, not of 8 bits",
+                            "Scale it to 8 bits a channel; clipping would turn it white.",
+                        )
             except (OSError, library.DecompressionBombError) as error:
                 raise DataError(
                     f"{self.name(index)}: {what} is not a readable image ({type(error).__name__})",
@@ -172,6 +180,19 @@ class PictureRows:
             f"{name} holds a {type(entry).__name__} where an image belongs",
             "Give paths, bytes, or objects with `bytes` or `path` (image_column).",
         )
+
+
+def _upright_size(image: Any) -> tuple[int, int]:
+    """Height and width as seen: cameras write how they were held beside the pixels."""
+    lying = image.getexif().get(_ORIENTATION) in _LYING
+    return (image.width, image.height) if lying else (image.height, image.width)
+
+
+def _upright(image: Any) -> Any:
+    """In RGB, turned as `_upright_size` says (transformers' own loader does the same)."""
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(image).convert("RGB")
 
 
 class PictureDataset(TextDataset):
@@ -242,7 +263,10 @@ def _parts(
     begin = _of_template(tokenizer)
     for number, piece in enumerate(pieces):
         if number:
-            tokens = form.rule.image(*sizes[number - 1]).tokens
+            try:
+                tokens = form.rule.image(*sizes[number - 1]).tokens
+            except InputError as error:
+                raise DataError(f"{name}: {error.cause}", error.remedy) from None
             parts.append(
                 (np.array([*form.before, *[form.token] * tokens, *form.after], dtype=np.int64), False)
             )

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from flexcp.core.errors import ConfigError, DataError, MissingExtraError
 
 TokenIds = npt.NDArray[np.int32]
+TEACHES_NOTHING = -2  # for a count: text that is whole, and of which nothing is learned
 
 # End-of-document tokens of public models, for a tokenizer.json without a tokenizer_config.json beside it.
 USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
