@@ -320,9 +320,7 @@ def _count(flags: Flags, name: str, default: int) -> int:
         return default
     value = flags[name]
     if not value.isascii() or not value.isdigit() or len(value) > _DIGITS or int(value) < 1:
-        raise ConfigError(
-            f"--{name} is {value[:40]!r}", "It is a whole number of at least 1."
-        )
+        raise ConfigError(f"--{name} is {value[:40]!r}", "It is a whole number of at least 1.")
     return int(value)
 
 
