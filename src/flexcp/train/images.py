@@ -139,7 +139,7 @@ _Made = tuple[ImageRule, Any]
 
 
 def _qwen(config: Any, settings: dict[str, Any]) -> _Made:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers import Qwen2VLImageProcessorPil
 
     vision = config.vision_config
     sides = {
@@ -158,7 +158,7 @@ def _qwen(config: Any, settings: dict[str, Any]) -> _Made:
 
 
 def _gemma(config: Any, settings: dict[str, Any]) -> _Made:
-    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from transformers import Gemma3ImageProcessorPil
 
     vision = config.vision_config
     if settings.get("do_pan_and_scan"):
@@ -173,7 +173,7 @@ def _gemma(config: Any, settings: dict[str, Any]) -> _Made:
 
 
 def _internvl(config: Any, settings: dict[str, Any]) -> _Made:
-    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+    from transformers import GotOcr2ImageProcessorPil
 
     (side, _), (patch, _) = config.vision_config.image_size, config.vision_config.patch_size
     tokens = int((side // patch) ** 2 * config.downsample_ratio**2)
