@@ -12,7 +12,6 @@ import pytest
 
 from flexcp.cli import main
 from flexcp.core.errors import InputError
-from flexcp.core.model_shape import model_shape
 from flexcp.cost import Link
 from flexcp.cost.calibration import Calibration, fit_calibration, read_calibration
 from tests.distributed.test_training import make_config
@@ -101,19 +100,6 @@ def test_ranks_agree_on_times_and_on_what_fits() -> None:
     assert on_cores == [3.0, 3.0]  # medians of 2, 3, 3 and of 3, 3, 7
     assert by_wall == [5.0, 4.0]  # of 3, 5, 5 and of 4, 4, 7
     assert max(cells) == (256, 2)
-
-
-def test_one_rank_has_no_ring() -> None:
-    """Refused before anything is measured."""
-    import torch
-
-    from flexcp.profiler.session import Subject, profile
-    from flexcp.runtime.launch import World
-
-    subject = Subject(model_shape("qwen3-8b"), checkpointing=False, element_bytes=4)
-    alone: Any = (World(0, 1, 1, torch.device("cpu")), None)  # no bench is asked
-    with pytest.raises(InputError, match="--nproc 2"):
-        profile(*alone, subject, longest_tokens=64, budget_s=1.0)
 
 
 def test_command_writes_a_file_that_a_plan_takes(tmp_path: Path, capfd: Any) -> None:
