@@ -27,7 +27,7 @@ lint: $(STAMP) ## formatting, lint, types, import directions
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: $(STAMP) ## the test suite (a few minutes on two cores)
+test: $(STAMP) ## the test suite (25 minutes on two cores)
 	$(BIN)/pytest -m "not slow and not gpu"
 
 test-all: $(STAMP) ## also the long forms of tests
