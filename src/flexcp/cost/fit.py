@@ -25,8 +25,6 @@ _OUTLIER_SIGMAS, _OUTLIER_ERROR, _OUTLIER_SHARE = 5.0, 0.15, 0.1
 _OWN_SHARE = 0.02  # of a term's column that the other terms' do not explain; less drowns in noise
 _SIGMA_OF_MAD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
 
-_NO_WAIT = Link(bytes_per_s=float("inf"), latency_s=0.0)
-
 
 @dataclass(frozen=True, slots=True)
 class Fit:
@@ -133,7 +131,7 @@ class _Table:
         counts = np.array([row.load.counts for row in rows], dtype=np.float64).T
         degrees = np.array([row.degree for row in rows])
         self.seconds = np.array([row.seconds for row in rows])
-        waitless = replace(base, intra=_NO_WAIT, inter=_NO_WAIT)
+        waitless = base.silent()
         units = np.eye(len(TERMS))
         alone = [_with_times(waitless, unit).seconds(counts, degrees, False) for unit in units]
         self.columns: Array = np.stack(alone, axis=1)

@@ -54,6 +54,7 @@ class Step:
         self.index = engine.next_step
         self.plan = prepared.plan
         self.supervised_tokens = supervised_tokens
+        self._tokens = sum(sample.tokens for sample in self.plan.samples)
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
         self._engine = engine
         self._prepared = prepared
@@ -123,7 +124,7 @@ class Step:
         loss = loss_sum / self.supervised_tokens
         auxiliary_sum = micro.inputs["flexcp"].auxiliary_sum
         if auxiliary_sum is not None:
-            loss = loss + auxiliary_sum / sum(sample.tokens for sample in self.plan.samples)
+            loss = loss + auxiliary_sum / self._tokens
         self._engine.sharding.before_backward()
         loss.backward()  # type: ignore[no-untyped-call]
         self.loss_sum += loss_sum.detach()
@@ -262,7 +263,7 @@ class Step:
             step=self.index,
             loss=loss,
             grad_norm=grad_norm,
-            tokens=sum(sample.tokens for sample in samples),
+            tokens=self._tokens,
             supervised_tokens=self.supervised_tokens,
             degrees=self.plan.degrees,
             predicted_s=self.plan.step_s,
