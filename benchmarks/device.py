@@ -139,12 +139,14 @@ class Machine:
 
     def rest_s(self, layout, exchange):
         """Seconds of one rank's share of a task beside attention and messages, by the cost model."""
-        cost, pieces = self.cost, layout.pieces(exchange.member)
-        travels = any(layout.cut_rows(member) for member in range(layout.degree))
-        steps = {"ring": layout.degree - 1, "gather": layout.degree > 1, "all-to-all": 0}[exchange.kind]
+        cost, degree, kind = self.cost, layout.degree, exchange.kind
+        travels = any(layout.cut_rows(member) for member in range(degree))
+        steps = {"ring": degree - 1, "gather": degree > 1, "all-to-all": 0}[kind]
+        blocks = {"ring": degree, "gather": 1 + (degree > 1), "all-to-all": 1}[kind]
+        cut_samples = len({piece.index for piece in layout.cut[exchange.member]})
         return (
             cost.token_s * layout.rows(exchange.member)
-            + cost.sample_s * len({piece.index for piece in pieces})
+            + cost.sample_s * (len(layout.whole[exchange.member]) + blocks * cut_samples)
             + cost.pack_s
             + cost.ring_step_s * steps * travels
         )

@@ -118,7 +118,7 @@ def main():
     parser.add_argument("--out")
     given = parser.parse_args()
     load, page = os.getloadavg()[0], []
-    scale, tokens, steps = (128, 512, 1) if given.short else (SCALE, TOKENS, 4)
+    scale, tokens, steps = (128, 512, 1) if given.short else (SCALE, TOKENS, 12)
     batches = [(name, lengths, 64) for name, lengths in lists(given.lists).items()]
     batches.append(("mix of 300, 6,000 and 50,000 tokens", np.array(MIX * 20), len(MIX)))
     for name, lengths, batch in batches:

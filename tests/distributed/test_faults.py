@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import resource
 import signal
 import socket
+import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import pytest
 import torch
 
 from flexcp.core.errors import (
+    ConfigError,
     DisagreementError,
     FlexCPError,
     RankFailedError,
@@ -23,6 +27,7 @@ from flexcp.core.errors import (
     UnsupportedError,
 )
 from flexcp.runtime.launch import launch
+from flexcp.runtime.rank_process import RankProcess
 from flexcp.runtime.status import last_words, leave_word, read_status, tell
 from tests.distributed.test_engine import make_engine, make_planner
 from tests.harness import run_ranks
@@ -57,7 +62,7 @@ def fail(how: str) -> None:
         torch.zeros(2**30)
 
 
-def train_until_it_fails(world: Any, how: str, folder: Path) -> None:
+def train_until_it_fails(world: Any, how: str, folder: Path, timeout_s: float) -> None:
     """Two steps, a checkpoint after the first; the last rank fails in its first task of step 1."""
     from flexcp.integrations.transformers import enable
     from flexcp.runtime.checkpoint import save_checkpoint
@@ -67,7 +72,7 @@ def train_until_it_fails(world: Any, how: str, folder: Path) -> None:
     planner = make_planner(world.size, tokens_per_rank=48)
     with (
         enable(model),
-        make_engine(model, planner, data, global_batch=6, steps=5, timeout_s=TIMEOUT_S) as engine,
+        make_engine(model, planner, data, global_batch=6, steps=5, timeout_s=timeout_s) as engine,
     ):
         for step in engine:
             for micro in step:
@@ -83,7 +88,7 @@ def train_until_it_fails(world: Any, how: str, folder: Path) -> None:
     ("how", "kind", "words"),
     [
         ("kill", RankLostError, "was killed by SIGKILL\nThe kernel does this when memory runs out"),
-        ("stop", RankLostError, "stalled, and was ended; rank "),
+        ("stop", RankLostError, "stalled: its process was stopped (SIGSTOP) for 15 s"),
         pytest.param("sleep", RankLostError, "stalled, and was ended; rank ", marks=pytest.mark.slow),
         ("raise", RankFailedError, "raised:\nTraceback"),
         ("refuse", UnsupportedError, ": a mask of the user's own\nLeave it out."),
@@ -96,12 +101,20 @@ def test_a_lost_rank_is_named_with_step_task_and_samples(
     """All ranks are gone within 30 s of what any could notice, and the checkpoint of step 0 is whole."""
     from flexcp.runtime.checkpoint import checkpoints, read_state
 
+    # A rank that sleeps looks like one that works for long; all else is noticed by itself.
+    timeout_s = TIMEOUT_S if how == "sleep" else 120.0
     with pytest.raises(kind) as caught:
-        launch(train_until_it_fails, 3, (how, tmp_path / "saved"), timeout_s=TIMEOUT_S, log_dir=tmp_path)
+        launch(
+            train_until_it_fails,
+            3,
+            (how, tmp_path / "saved", timeout_s),
+            timeout_s=timeout_s,
+            log_dir=tmp_path,
+        )
     text = str(caught.value)
     failed_s = (tmp_path / "saved.failed").stat().st_mtime
 
-    assert time.time() - failed_s < 30 + (TIMEOUT_S if how in ("stop", "sleep") else 0)
+    assert time.time() - failed_s < 30 + (TIMEOUT_S if how == "sleep" else 0)
     assert type(caught.value) is kind
     assert text.startswith(f"rank 2 on {socket.gethostname()}, in step 1, task 1 of ")
     assert "on ranks [" in text
@@ -110,6 +123,64 @@ def test_a_lost_rank_is_named_with_step_task_and_samples(
     assert [path.name for path in checkpoints(tmp_path / "saved")] == ["step-00000001"]
     assert read_state(tmp_path / "saved" / "step-00000001")["step"] == 1
     assert len(list((tmp_path / "saved").iterdir())) == 1
+
+
+def stop_while_starting(world: Any) -> None:
+    """Never called: the rank is stopped while it imports this."""
+
+
+def test_a_rank_stopped_before_it_joined_is_named(tmp_path: Path) -> None:
+    """The others wait for it in silence, as long as they may; the launcher sees that it stands still."""
+    failure: list[FlexCPError] = []
+
+    def run() -> None:
+        try:
+            launch(stop_while_starting, 2, timeout_s=120.0, log_dir=tmp_path)
+        except FlexCPError as error:
+            failure.append(error)
+
+    launcher = threading.Thread(target=run)
+    launcher.start()
+    while not (children := multiprocessing.active_children()):
+        time.sleep(0.01)
+    os.kill(max(child.pid or 0 for child in children), signal.SIGSTOP)
+    stopped_s = time.monotonic()
+    launcher.join(60)
+
+    assert time.monotonic() - stopped_s < 30
+    [error] = failure
+    assert type(error) is RankLostError
+    assert " stalled: its process was stopped (SIGSTOP) for 15 s" in str(error)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_launcher_that_was_stopped_with_its_ranks_does_not_count_the_pause() -> None:
+    """Ctrl-Z stops them all, and fg lets all of them go on: each look counts a second at most."""
+    process = subprocess.Popen(["sleep", "60"])
+    rank = object.__new__(RankProcess)
+    rank.result, rank.ended_by_us, rank._left, rank._stopped_s = None, False, False, 0.0
+    rank.process = process  # type: ignore[assignment]
+    try:
+        os.kill(process.pid, signal.SIGSTOP)
+        for _ in range(14):
+            rank.look(1.0)
+        assert not rank.failed
+        os.kill(process.pid, signal.SIGCONT)
+        rank.look(1.0)
+        os.kill(process.pid, signal.SIGSTOP)
+        rank.look(14.0)
+        assert not rank.failed
+        rank.look(1.0)
+        assert rank.failed
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_more_ranks_than_a_machine_could_serve_are_refused() -> None:
+    """A typing error must not fill the memory with interpreters."""
+    with pytest.raises(ConfigError, match="100000 ranks on one machine of"):
+        launch(stop_while_starting, 100_000)
 
 
 def save_and_die(world: Any, folder: Path, dies: bool) -> list[str]:

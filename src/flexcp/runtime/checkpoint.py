@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from flexcp.core.errors import CheckpointError
 from flexcp.runtime.collectives import raise_together
 from flexcp.runtime.safe_reader import SafeLoadPlanner, SafeReader
+from flexcp.runtime.status import tell
 
 _STATE = "flexcp.json"
 _OLD = ".old"  # a checkpoint that another one of the same step is about to replace
@@ -61,6 +62,7 @@ def save_checkpoint(
                 target.rename(target.with_suffix(_OLD))
             aside.rename(target)
 
+    tell("writing a checkpoint", step)
     for part in (prepare, write):
         _together(part, step, aside)
     if first:

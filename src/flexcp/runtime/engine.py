@@ -38,6 +38,7 @@ from flexcp.runtime.planning import AnyPlanner, Notify, meet
 from flexcp.runtime.settings import data_name, lengths_hash, settings_of
 from flexcp.runtime.sharding import sharding_of
 from flexcp.runtime.sources import training_source, whole_source
+from flexcp.runtime.standstill import StandstillNotice
 from flexcp.runtime.status import tell
 from flexcp.runtime.step import SEEN_S, Step, loss_sum_of
 from flexcp.runtime.transport import Transport
@@ -64,7 +65,7 @@ class Engine:
         clip_norm: largest global gradient norm, above 0; None leaves gradients alone.
         on_step_end: called after each optimizer step (a learning-rate schedule's `step`).
         on_notice: given the text of what a user should know and what stops nothing (a plan is late, the
-            planner process was started again), on rank 0, maybe from a background thread.
+            planner process was started again, nothing moves), on rank 0, maybe from a background thread.
         trace: where this rank's spans go.
         learn_costs: correct the planner's cost model by measured task times, for the plans that follow.
             Plans, and with them rounding, then depend on the clock. Needs a `flexcp.Planner`.
@@ -134,6 +135,7 @@ class Engine:
         self._learning = learning if self.rank == 0 else None
         self._waves = dist.new_group() if getattr(planner, "mode", None) == "lockstep" else None
         self._feed = Feed(planner, self._transport, self.device, on_notice, timeout_s)
+        self._standstill = StandstillNotice(on_notice, dist.get_world_size()) if self.rank == 0 else None
         self._open_step: Step | None = None
         self._closed = False
 
@@ -290,6 +292,8 @@ class Engine:
 
     def _close(self, wait: bool) -> None:
         self._closed = True
+        if self._standstill is not None:
+            self._standstill.close()
         self._feed.close(wait)
 
     def end_wave(self) -> None:

@@ -41,6 +41,7 @@ from flexcp.runtime.rendezvous import store_of_this_start
 from flexcp.runtime.status import last_words, leave_word
 
 DEFAULT_TIMEOUT_S = 600.0
+_MOST_PER_CORE = 32  # ranks that sleep or wait; a number beyond is a typing error that would fill memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +155,18 @@ def launch(
     SIGTERM is passed on to the ranks, and the run goes on until they end.
 
     Raises:
+        ConfigError: more ranks than this machine could ever serve, or a `target` that cannot be pickled.
         FlexCPError: what the first failing rank raised, where it was one of FlexCP's own.
         RankLostError: a rank was killed, left, or has stalled; it is named, and what it was doing.
         RankFailedError: a rank raised something else, ran out of memory, or the deadline passed.
     """
     if under_torchrun():
         return [_as_one_of_many(target, args, timeout_s, status_dir)]
+    if nproc > (most := _MOST_PER_CORE * num_cores()):
+        raise ConfigError(
+            f"{nproc} ranks on one machine of {num_cores()} cores",
+            f"Start at most {most} here; torchrun starts ranks on several machines.",
+        )
     try:
         pickle.dumps((target, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

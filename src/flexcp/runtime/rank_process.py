@@ -23,9 +23,11 @@ from flexcp.core.errors import FlexCPError, InputError, RankFailedError, RankLos
 from flexcp.runtime.collectives import is_out_of_memory
 from flexcp.runtime.status import read_status
 
+_POLL_S = 0.5
 _SETTLE_S = 1.5  # after a first failure: time for the others to say why they failed too
 _LEAVE_S = 5.0  # for ranks that have said their last word to leave
 _PATIENCE_S = 10.0  # the same where all who spoke only lost another: who is silent then has stalled
+_STOPPED_S = 15.0  # a process that somebody stopped may go on for so long
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class RankProcess:
         self.result: Result | None = None
         self.ended_by_us = False
         self._left = False  # without a word
+        self._stopped_s = 0.0
         self._folder = folder
         self._logs = f"Its output is in {log_dir}." if log_dir else "Its output is above."
         context = multiprocessing.get_context("spawn")
@@ -75,6 +78,11 @@ class RankProcess:
             pass  # the process died before it could say anything
         self._left = left and self.result is None
 
+    def look(self, passed_s: float) -> None:
+        """Count for how long its process has been stopped: nobody who waits for it can see that."""
+        is_stopped = self.result is None and _is_stopped(self.process.pid)
+        self._stopped_s = self._stopped_s + passed_s if is_stopped else 0.0
+
     @property
     def done(self) -> bool:
         """Nothing more will come from it."""
@@ -82,11 +90,15 @@ class RankProcess:
 
     @property
     def failed(self) -> bool:
-        """It raised, or ended by itself without a word."""
+        """It raised, ended by itself without a word, or was stopped for too long."""
         if self.result is None:
             # Ranks that are still alive are ended by us, which is not their failure.
-            return self._left and not self.ended_by_us
+            return (self._left and not self.ended_by_us) or self._was_stopped
         return bool(self.result.trace)
+
+    @property
+    def _was_stopped(self) -> bool:
+        return self._stopped_s >= _STOPPED_S
 
     @property
     def blames_others(self) -> bool:
@@ -95,7 +107,7 @@ class RankProcess:
 
     @property
     def blame(self) -> tuple[int, int]:
-        """The smaller, the nearer to the cause: killed, out of memory, own error, an error about others."""
+        """The smaller, the nearer to the cause: killed or stopped, out of memory, own error, others'."""
         if self.result is None:
             return (0, self.index)
         if self.result.out_of_memory:
@@ -117,6 +129,11 @@ class RankProcess:
 
     def error(self) -> FlexCPError:
         """The error that the parent raises for this rank."""
+        if self._was_stopped:
+            return RankLostError(
+                f"{self.where} stalled: its process was stopped (SIGSTOP) for {_STOPPED_S:.0f} s",
+                "Find out who stopped it; --resume goes on from the newest checkpoint.",
+            )
         if self.result is None:
             code = self.process.exitcode or 0
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
@@ -142,6 +159,15 @@ def result_of(error: BaseException, trace: str) -> Result:
         about_others=_is_about_others(error),
         out_of_memory=_ran_out_of_memory(error),
     )
+
+
+def _is_stopped(pid: int | None) -> bool:
+    """Whether a process is stopped by a signal; never so where the system has no /proc to say it."""
+    try:
+        # The name of the program comes before the state, in brackets, and may hold any.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
 
 
 def _ran_out_of_memory(error: BaseException | None) -> bool:
@@ -180,13 +206,17 @@ def watch(ranks: Sequence[RankProcess], deadline_s: float | None) -> None:
     """Return when all ranks are done, one has failed (and the others had time to speak), or time is up."""
     end_s = time.monotonic() + deadline_s if deadline_s is not None else float("inf")
     first_s: float | None = None
+    seen_s = time.monotonic()
     while not all(rank.done for rank in ranks) and time.monotonic() < end_s:
         open_ranks = [rank for rank in ranks if not rank.done]
         waitables: list[Any] = [rank.pipe for rank in open_ranks]
         waitables += [rank.process.sentinel for rank in open_ranks]
-        wait(waitables, timeout=0.5)
+        wait(waitables, timeout=_POLL_S)
+        # Of a launcher that was stopped itself, with all its ranks, the pause does not count.
+        passed_s, seen_s = min(1.0, time.monotonic() - seen_s), time.monotonic()
         for rank in open_ranks:
             rank.collect()
+            rank.look(passed_s)
         if failed := [rank for rank in ranks if rank.failed]:
             first_s = first_s or time.monotonic()
             innocent = all(rank.blames_others for rank in failed)

@@ -50,9 +50,11 @@ class _Writer:
     def __init__(self) -> None:
         self._file: int | None = None
         self._rank, self._host = 0, socket.gethostname()
+        self.folder = Path()
+        self.at_s: float | None = None
 
     def open(self, folder: Path, rank: int) -> None:
-        self._rank = rank
+        self._rank, self.folder = rank, folder
         with contextlib.suppress(OSError):  # a run that cannot leave word still runs
             folder.mkdir(parents=True, exist_ok=True)
             self._file = os.open(_path(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
@@ -60,7 +62,8 @@ class _Writer:
     def write(self, doing: str, step: int | None, samples: Sequence[str]) -> None:
         if self._file is None:
             return
-        status = Status(self._rank, self._host, time.time(), doing, step, _shortened(samples))
+        self.at_s = time.time()
+        status = Status(self._rank, self._host, self.at_s, doing, step, _shortened(samples))
         text = json.dumps(asdict(status), ensure_ascii=False).encode(errors="replace")
         with contextlib.suppress(OSError):
             os.pwrite(self._file, text[:_BYTES].ljust(_BYTES), 0)
@@ -80,6 +83,11 @@ def tell(doing: str, step: int | None = None, samples: Sequence[str] = ()) -> No
     _writer.write(doing, step, samples)
 
 
+def own_silence() -> tuple[Path, float] | None:
+    """Where this process leaves word, and seconds since its last; None where it leaves none."""
+    return None if _writer.at_s is None else (_writer.folder, time.time() - _writer.at_s)
+
+
 def read_status(folder: Path, rank: int) -> Status | None:
     """The last word of a rank; None where it has left none."""
     try:
@@ -89,13 +97,13 @@ def read_status(folder: Path, rank: int) -> Status | None:
         return None
 
 
-def last_words(folder: Path, size: int, but: int) -> str:
-    """What all ranks but one said last, the one that has been silent longest first; eight of them at most."""
+def last_words(folder: Path, size: int, *, but: int | None = None, most: int = 8) -> str:
+    """What all ranks (but one) said last, a line each, the one that has been silent longest first."""
     known = [status for rank in range(size) if rank != but and (status := read_status(folder, rank))]
     now_s = time.time()
     return "\n".join(
         f"rank {status.rank} on {status.host} was {now_s - status.at_s:.0f} s ago {status}"
-        for status in sorted(known, key=lambda status: status.at_s)[:8]
+        for status in sorted(known, key=lambda status: status.at_s)[:most]
     )
 
 

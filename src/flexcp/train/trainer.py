@@ -24,12 +24,10 @@ from flexcp.core.errors import CheckpointError, ConfigError, DataError, FlexCPEr
 from flexcp.core.metrics import StepReport
 from flexcp.core.run_folder import trace_path
 from flexcp.core.trace import TraceWriter
-from flexcp.cost.calibration import hardware_at, is_calibration, read_calibration
-from flexcp.cost.doubts import doubts
+from flexcp.cost.calibration import hardware_at
 from flexcp.cost.model import cost_model
 from flexcp.integrations.transformers import blocks_of, enable, shape_of
 from flexcp.planner import Planner
-from flexcp.profiler.measure import device_name
 from flexcp.runtime.agreement import require_agreement, versions
 from flexcp.runtime.batches import MicroBatch
 from flexcp.runtime.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
@@ -38,13 +36,14 @@ from flexcp.runtime.engine import Engine
 from flexcp.runtime.launch import World, num_cores
 from flexcp.runtime.sharding import shard
 from flexcp.runtime.signals import StopOnSignal
-from flexcp.train.capacity import budget_tokens, capacity_tokens, hopeless_notice, ranks_left
+from flexcp.train.capacity import budget_tokens, capacity_tokens, ranks_left
 from flexcp.train.config import OptimizerSection, TrainConfig, flattened
 from flexcp.train.corpus import Corpus, Images, open_corpus
 from flexcp.train.data.dataset import open_tokenizer
 from flexcp.train.export import save_pretrained
 from flexcp.train.images import model_images, price_of
 from flexcp.train.model import build_model, compute_dtype, model_config
+from flexcp.train.notices import notices
 from flexcp.train.outputs import Outputs
 from flexcp.train.resume import BUDGET, apply_settings, changes, require_same_run, settings_of
 from flexcp.train.utilization import Utilization, peak_flops_per_s, slowest
@@ -99,7 +98,7 @@ def train(
         schedule = LambdaLR(optimizer, partial(learning_rate_factor, config.optimizer, run.steps))
         with alike("opening trackers and calibration"):
             outputs.describe(corpus, model, planner)
-            for text in _notices(config, corpus, world, ranks_left(world) if elastic else world.size):
+            for text in notices(config, corpus, world, ranks_left(world) if elastic else world.size):
                 outputs.notice(text)
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(StopOnSignal())
@@ -310,28 +309,6 @@ def _utilization(
     shape = shape_of(model_config(config.model, corpus.vocab, corpus.longest))
     peak = peak_flops_per_s(config.parallel, cpu=cpu, speed=_speed(world))
     return Utilization(shape, peak, world.size, config.parallel.hardware, cpu=cpu, notice=notice)
-
-
-def _notices(config: TrainConfig, corpus: Corpus, world: World, left: int) -> tuple[str, ...]:
-    """What the user should know before step 0; `left` ranks are to go on if some are lost."""
-    shape = shape_of(model_config(config.model, corpus.vocab, corpus.longest))
-    hopeless = hopeless_notice(corpus.longest, budget_tokens(config, left, shape), left)
-    return (*_calibration_notices(config, corpus, world), *([hopeless] if hopeless else []))
-
-
-def _calibration_notices(config: TrainConfig, corpus: Corpus, world: World) -> tuple[str, ...]:
-    """What the user should know of the calibration in use; refuses that of another device."""
-    name = config.parallel.hardware
-    if not is_calibration(name):
-        return ()
-    calibration = read_calibration(Path(name))
-    calibration.require_device(device_name(world.device))
-    shape = shape_of(model_config(config.model, corpus.vocab, corpus.longest))
-    crosses = world.size > (config.parallel.ranks_per_node or world.local_size)
-    checkpointing = config.run.gradient_checkpointing
-    return doubts(
-        calibration, shape, corpus.longest, world.size, checkpointing=checkpointing, crosses_nodes=crosses
-    )
 
 
 def _optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:
