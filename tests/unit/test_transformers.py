@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,18 @@ def test_a_pack_on_one_rank_equals_its_samples(family: str, inputs: dict[str, An
     assert inputs["flexcp"].calls == 2  # once per layer
 
 
+def test_no_cache_is_filled_and_a_model_saved_meanwhile_keeps_its_own(
+    inputs: dict[str, Any], tmp_path: Path
+) -> None:
+    """Who loads it generates with a cache; transformers fills one also in training, unless it is told."""
+    model = tiny_model()
+    assert model.config.use_cache
+    with enable(model):
+        assert model(**inputs).past_key_values is None
+        model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["use_cache"] is True
+
+
 def test_leaving_the_block_restores_the_config() -> None:
     """Also when the block raises, and for a model that had caching off."""
     model = tiny_model()
@@ -78,7 +91,7 @@ def test_leaving_the_block_restores_the_config() -> None:
         model.config.use_cache = cached
         with enable(model):
             assert model.config._attn_implementation == "flexcp"
-            assert model.config.use_cache is False
+            assert model.config.use_cache is cached
         assert (model.config._attn_implementation, model.config.use_cache) == ("eager", cached)
     with pytest.raises(KeyError, match="mine"), enable(model):
         raise KeyError("mine")

@@ -53,8 +53,6 @@ class Enabled:
         self._config = text_config(inner.config)
         self._calls_before = 0
         self._selected = _selection(inner.config)
-        configs = {id(config): config for config in (inner.config, self._config)}.values()
-        self._cached = [(config, config.use_cache) for config in configs if hasattr(config, "use_cache")]
         AttentionInterface.register(NAME, flexcp_attention)
         AttentionMaskInterface.register(NAME, flexcp_mask)
         self._family = family_of(inner.config)
@@ -68,8 +66,6 @@ class Enabled:
                 f"{type(inner).__name__} does not take its attention from the registry of transformers",
                 "Models written before that registry cannot be used.",
             )
-        for config, _ in self._cached:
-            config.use_cache = False
         self._hooks = [
             inner.register_forward_pre_hook(self._before, with_kwargs=True),
             inner.register_forward_hook(self._after, with_kwargs=True),
@@ -84,8 +80,6 @@ class Enabled:
         for hook in self._hooks:
             hook.remove()
         self._inner.set_attn_implementation(self._selected)
-        for config, cached in self._cached:
-            config.use_cache = cached
 
     def __enter__(self) -> nn.Module:
         return self._model
@@ -99,7 +93,7 @@ class Enabled:
     def _before(
         self, _: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
-        """Refuse what would be wrong; put the images of the rows in."""
+        """Refuse what would be wrong; switch the cache off for this call; put the images of the rows in."""
         context = keywords.get("flexcp")
         if not isinstance(context, TaskContext):
             return None  # attention refuses, by the name of its layer
@@ -122,9 +116,9 @@ class Enabled:
                 "Call the model as model(**micro.inputs).",
             )
         _require_positions(keywords["position_ids"], context)
-        if self._family is None:
-            return None
-        return positional, {**keywords, **vision_inputs(self._inner, self._family, context, keywords)}
+        images = {} if self._family is None else vision_inputs(self._inner, self._family, context, keywords)
+        # Not in the config: a model that is saved while it trains keeps its own.
+        return positional, {**keywords, "use_cache": False, **images}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(
