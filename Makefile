@@ -60,7 +60,7 @@ demo-short: $(STAMP) ## the same for a few steps
 	rm -rf runs/demo-short
 	$(BIN)/flexcp train examples/demo.toml --set run.steps=3 --set run.folder=runs/demo-short
 
-bench: $(STAMP) ## planning, and what it gains: emulated, replayed, computed; writes benchmarks/results (an hour)
+bench: $(STAMP) ## planning, and what it gains: emulated, replayed, computed; writes benchmarks/results (an hour and a half)
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/megatron.py
 	$(BIN)/python benchmarks/emulated.py
