@@ -154,27 +154,37 @@ def test_a_rank_stopped_before_it_joined_is_named(tmp_path: Path) -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_a_launcher_that_was_stopped_with_its_ranks_does_not_count_the_pause() -> None:
-    """Ctrl-Z stops them all, and fg lets all of them go on: each look counts a second at most."""
+def test_a_stopped_process_may_go_on_and_a_pause_of_the_launcher_does_not_count() -> None:
+    """Ctrl-Z stops them all, and fg lets all of them go on."""
     process = subprocess.Popen(["sleep", "60"])
     rank = object.__new__(RankProcess)
     rank.result, rank.ended_by_us, rank._left, rank._stopped_s = None, False, False, 0.0
     rank.process = process  # type: ignore[assignment]
     try:
-        os.kill(process.pid, signal.SIGSTOP)
-        for _ in range(14):
-            rank.look(1.0)
-        assert not rank.failed
-        os.kill(process.pid, signal.SIGCONT)
-        rank.look(1.0)
-        os.kill(process.pid, signal.SIGSTOP)
-        rank.look(14.0)
-        assert not rank.failed
-        rank.look(1.0)
-        assert rank.failed
+        send_and_wait(process.pid, signal.SIGSTOP, "T")
+        looks = [look_at(rank, 1.0) for _ in range(14)]
+        send_and_wait(process.pid, signal.SIGCONT, "S")
+        looks += [look_at(rank, 1.0)]
+        send_and_wait(process.pid, signal.SIGSTOP, "T")
+        looks += [look_at(rank, 1000.0) for _ in range(14)]
+        assert not any(looks)
+        assert look_at(rank, 1000.0)
     finally:
         process.kill()
         process.wait()
+
+
+def send_and_wait(pid: int, number: int, state: str) -> None:
+    """A signal is heeded a little later."""
+    os.kill(pid, number)
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != state:
+        time.sleep(0.01)
+
+
+def look_at(rank: RankProcess, passed_s: float) -> bool:
+    """Whether it is lost after one more look."""
+    rank.look(passed_s)
+    return rank.failed
 
 
 def test_more_ranks_than_a_machine_could_serve_are_refused() -> None:

@@ -79,9 +79,12 @@ class RankProcess:
         self._left = left and self.result is None
 
     def look(self, passed_s: float) -> None:
-        """Count for how long its process has been stopped: nobody who waits for it can see that."""
+        """Count for how long its process has been stopped: nobody who waits for it can see that.
+
+        A long time since the last look is the pause of a launcher that was stopped with all its ranks.
+        """
         is_stopped = self.result is None and _is_stopped(self.process.pid)
-        self._stopped_s = self._stopped_s + passed_s if is_stopped else 0.0
+        self._stopped_s = self._stopped_s + min(passed_s, 2 * _POLL_S) if is_stopped else 0.0
 
     @property
     def done(self) -> bool:
@@ -212,8 +215,7 @@ def watch(ranks: Sequence[RankProcess], deadline_s: float | None) -> None:
         waitables: list[Any] = [rank.pipe for rank in open_ranks]
         waitables += [rank.process.sentinel for rank in open_ranks]
         wait(waitables, timeout=_POLL_S)
-        # Of a launcher that was stopped itself, with all its ranks, the pause does not count.
-        passed_s, seen_s = min(1.0, time.monotonic() - seen_s), time.monotonic()
+        passed_s, seen_s = time.monotonic() - seen_s, time.monotonic()
         for rank in open_ranks:
             rank.collect()
             rank.look(passed_s)
