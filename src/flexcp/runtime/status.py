@@ -12,11 +12,12 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 _BYTES = 4096
-_NAMES_CHARS = 1500  # what the names of samples may take of it
+_NAMES_BYTES = 1500  # what the names of samples may take of it
+_DOING_CHARS = 500  # a group of many ranks is long to tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +52,14 @@ class _Writer:
         self._file: int | None = None
         self._rank, self._host = 0, socket.gethostname()
         self.folder = Path()
-        self.at_s: float | None = None
+        self.opened_at_s = 0.0  # since 1970
+        self.wrote_s: float | None = None  # by the clock of this process, which never jumps
 
     def open(self, folder: Path, rank: int) -> None:
-        self._rank, self.folder = rank, folder
+        if self._file is not None:
+            os.close(self._file)
+        self._file, self.wrote_s = None, None
+        self._rank, self.folder, self.opened_at_s = rank, folder, time.time()
         with contextlib.suppress(OSError):  # a run that cannot leave word still runs
             folder.mkdir(parents=True, exist_ok=True)
             self._file = os.open(_path(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
@@ -62,11 +67,19 @@ class _Writer:
     def write(self, doing: str, step: int | None, samples: Sequence[str]) -> None:
         if self._file is None:
             return
-        self.at_s = time.time()
-        status = Status(self._rank, self._host, self.at_s, doing, step, _shortened(samples))
-        text = json.dumps(asdict(status), ensure_ascii=False).encode(errors="replace")
+        self.wrote_s = time.monotonic()
+        if len(doing) > _DOING_CHARS:
+            doing = f"{doing[:_DOING_CHARS]} …"
+        status = Status(self._rank, self._host, time.time(), doing, step, _shortened(samples))
+        text = _bytes_of(status)
+        if len(text) > _BYTES:  # names full of what JSON writes longer
+            text = _bytes_of(replace(status, samples=()))
         with contextlib.suppress(OSError):
-            os.pwrite(self._file, text[:_BYTES].ljust(_BYTES), 0)
+            os.pwrite(self._file, text.ljust(_BYTES), 0)
+
+
+def _bytes_of(status: Status) -> bytes:
+    return json.dumps(asdict(status), ensure_ascii=False).encode(errors="replace")
 
 
 _writer = _Writer()
@@ -85,7 +98,7 @@ def tell(doing: str, step: int | None = None, samples: Sequence[str] = ()) -> No
 
 def own_silence() -> tuple[Path, float] | None:
     """Where this process leaves word, and seconds since its last; None where it leaves none."""
-    return None if _writer.at_s is None else (_writer.folder, time.time() - _writer.at_s)
+    return None if _writer.wrote_s is None else (_writer.folder, time.monotonic() - _writer.wrote_s)
 
 
 def read_status(folder: Path, rank: int) -> Status | None:
@@ -98,18 +111,31 @@ def read_status(folder: Path, rank: int) -> Status | None:
 
 
 def last_words(folder: Path, size: int, *, but: int | None = None, most: int = 8) -> str:
-    """What all ranks (but one) said last, a line each, the one that has been silent longest first."""
-    known = [status for rank in range(size) if rank != but and (status := read_status(folder, rank))]
+    """What ranks said last, a line each: first who left no word, then who has been silent for longest.
+
+    Args:
+        folder: where they leave word. It may hold words of an earlier run, so those that are older than this
+            process are marked.
+        size: number of ranks.
+        but: a rank to leave out.
+        most: so many ranks are named for each.
+    """
+    words = {rank: read_status(folder, rank) for rank in range(size) if rank != but}
+    lines = []
+    if silent := [str(rank) for rank, status in words.items() if status is None]:
+        more = f" and {len(silent) - most} more" if len(silent) > most else ""
+        lines.append(f"no word in {folder} of rank {', '.join(silent[:most])}{more}")
     now_s = time.time()
-    return "\n".join(
-        f"rank {status.rank} on {status.host} was {now_s - status.at_s:.0f} s ago {status}"
-        for status in sorted(known, key=lambda status: status.at_s)[:most]
-    )
+    for status in sorted(filter(None, words.values()), key=lambda status: status.at_s)[:most]:
+        ago_s = max(0.0, now_s - status.at_s)  # clocks of two machines differ
+        earlier = " (before this rank began)" if status.at_s < _writer.opened_at_s else ""
+        lines.append(f"rank {status.rank} on {status.host} was {ago_s:.0f} s ago {status}{earlier}")
+    return "\n".join(lines)
 
 
 def _shortened(samples: Sequence[str]) -> tuple[str, ...]:
     kept: list[str] = []
-    left = _NAMES_CHARS
+    left = _NAMES_BYTES
     for name in samples:
         left -= len(name.encode(errors="replace")) + 4
         if left < 0:
