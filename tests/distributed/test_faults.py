@@ -19,13 +19,14 @@ import pytest
 import torch
 
 from flexcp.core.errors import (
-    ConfigError,
     DisagreementError,
     FlexCPError,
     RankFailedError,
     RankLostError,
+    RunError,
     UnsupportedError,
 )
+from flexcp.runtime.elastic import launch_elastic
 from flexcp.runtime.launch import launch
 from flexcp.runtime.rank_process import RankProcess
 from flexcp.runtime.status import last_words, leave_word, read_status, tell
@@ -169,6 +170,8 @@ def test_a_stopped_process_may_go_on_and_a_pause_of_the_launcher_does_not_count(
         looks += [look_at(rank, 1000.0) for _ in range(14)]
         assert not any(looks)
         assert look_at(rank, 1000.0)
+        send_and_wait(process.pid, signal.SIGCONT, "S")
+        assert look_at(rank, 1.0)  # the run is ending already, and needs its reason
     finally:
         process.kill()
         process.wait()
@@ -187,10 +190,41 @@ def look_at(rank: RankProcess, passed_s: float) -> bool:
     return rank.failed
 
 
-def test_more_ranks_than_a_machine_could_serve_are_refused() -> None:
-    """A typing error must not fill the memory with interpreters."""
-    with pytest.raises(ConfigError, match="100000 ranks on one machine of"):
-        launch(stop_while_starting, 100_000)
+def die_when_told_to_end(world: Any, folder: Path) -> None:
+    """Rank 1 is lost when SIGTERM has come; a run that went on after that would leave a sign."""
+    if world.size == 1:
+        (folder / "went on").touch()
+        return
+    told = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told.set())
+    tell("task 1 of 1", 0)
+    (folder / f"rank-{world.rank}").touch()
+    told.wait(60)
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def test_a_rank_lost_after_sigterm_does_not_start_the_run_again(tmp_path: Path) -> None:
+    """Whoever ends an elastic run means the run, not the rank that did not survive it."""
+
+    def terminate() -> None:
+        end_s = time.monotonic() + 60
+        while len(list(tmp_path.glob("rank-*"))) < 2 and time.monotonic() < end_s:
+            time.sleep(0.05)
+        assert len(list(tmp_path.glob("rank-*"))) == 2, "the ranks did not begin"
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=terminate)
+    notices: list[str] = []
+    sender.start()
+    with pytest.raises(RunError, match=r"^SIGTERM told the run to end; before it had, rank 1 on ") as caught:
+        launch_elastic(die_when_told_to_end, 2, (tmp_path,), notify=notices.append)
+    sender.join()
+
+    assert not isinstance(caught.value, RankLostError)
+    assert notices == []
+    assert not (tmp_path / "went on").exists()
 
 
 def save_and_die(world: Any, folder: Path, dies: bool) -> list[str]:
@@ -228,13 +262,12 @@ def test_a_rank_killed_while_it_saves_leaves_the_checkpoint_before(tmp_path: Pat
 
 
 def test_a_status_is_the_last_word_and_fits_its_file(tmp_path: Path) -> None:
-    """Names that are many or odd are shortened, what is damaged is nothing, and the oldest comes first."""
+    """Names that are many or odd are shortened, and groups of many ranks; what is damaged is nothing."""
     leave_word(tmp_path, 3)
     before = read_status(tmp_path, 3)
     tell("task 1 of 2 on ranks [3]", 7, [f"ø{'x' * 40}-{i}" for i in range(500)])
     status = read_status(tmp_path, 3)
     (tmp_path / "rank-4.json").write_text('{"rank": 4')
-    (tmp_path / "rank-5.json").write_text('{"rank": 5, "host": "h", "at_s": 0, "doing": "x", "samples": []}')
 
     assert (str(before), before.rank) == ("before step 0, starting", 3)
     assert (status.step, status.host) == (7, socket.gethostname())
@@ -242,10 +275,32 @@ def test_a_status_is_the_last_word_and_fits_its_file(tmp_path: Path) -> None:
     assert str(status).startswith("in step 7, task 1 of 2 on ranks [3] (samples øxxx")
     assert (tmp_path / "rank-3.json").stat().st_size == 4096
     assert read_status(tmp_path, 4) is read_status(tmp_path, 9) is None
-    words = last_words(tmp_path, 9, but=0).splitlines()
-    assert words[0].startswith("rank 5 on h was ")
-    assert words[1].startswith("rank 3 on ")
-    assert last_words(tmp_path, 5, but=3) == ""
+    tell(f"task 1 of 2 on ranks {list(range(2000))}", 8, ["\x01" * 1400])
+    status = read_status(tmp_path, 3)
+    assert str(status).startswith("in step 8, task 1 of 2 on ranks [0, 1, 2, ")
+    assert str(status).endswith(" …")
+
+
+def test_who_said_nothing_comes_first_of_the_last_words(tmp_path: Path) -> None:
+    """Then who is silent for longest; a shared folder keeps words of a run before, and they are marked."""
+    for rank in (0, 5, 3, 7):
+        leave_word(tmp_path, rank)
+        tell(f"task {rank}", 2)
+    for rank, later_s in ((5, -7200), (0, 30), (3, 15)):
+        path = tmp_path / f"rank-{rank}.json"
+        word = json.loads(path.read_text())
+        path.write_text(json.dumps({**word, "at_s": word["at_s"] + later_s}))
+
+    silent, *words = last_words(tmp_path, 8, but=7).splitlines()
+    host = socket.gethostname()
+    assert silent == f"no word in {tmp_path} of rank 1, 2, 4, 6"
+    assert words[0].startswith(f"rank 5 on {host} was 720")
+    assert words[0].endswith(" s ago in step 2, task 5 (before this rank began)")
+    assert words[1:] == [f"rank {rank} on {host} was 0 s ago in step 2, task {rank}" for rank in (3, 0)]
+    silent, *few = last_words(tmp_path, 8, but=7, most=1).splitlines()
+    assert silent.endswith(" of rank 1 and 3 more")
+    assert few == words[:1]
+    assert last_words(tmp_path, 1, but=0) == ""
 
 
 def train_past_a_bad_sample(world: Any, kind: str) -> dict[str, Any]:

@@ -38,6 +38,13 @@ def test_what_each_rank_returned_comes_back_in_order() -> None:
     assert not under_torchrun()
 
 
+@pytest.mark.parametrize("nproc", [100_000, 0, -1])
+def test_a_number_of_ranks_that_makes_no_sense_is_refused(nproc: int) -> None:
+    """A typing error must not fill the memory with interpreters, nor pass for a run that is done."""
+    with pytest.raises(ConfigError, match=f"^{nproc} ranks on one machine of .*\nStart 1 to "):
+        launch(square, nproc)
+
+
 def divide_by_zero(world: Any) -> None:
     print("about to divide")
     if world.rank == 1:

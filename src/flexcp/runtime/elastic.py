@@ -17,17 +17,20 @@ def launch_elastic(
     notify: Callable[[str], object],
     **options: Any,
 ) -> list[Any]:
-    """`launch`, and after a rank was killed or has stalled again with one rank fewer, down to one.
+    """`launch`; each time a rank was killed or has stalled, once more with one rank fewer, down to one.
 
-    `target` must continue by itself from what it has saved. A rank that raises ends the run as before: it
-    would raise again.
+    `target` must continue by itself from what it has saved. A rank that raises ends the run, for it would
+    raise again; so does a rank that is lost after SIGTERM.
 
     Args:
-        target: see `launch`, as for `nproc`, `args` and `options`.
+        target: as for `launch`.
         nproc: ranks to begin with.
-        args: further arguments.
-        **options: the keywords of `launch`.
+        args: as for `launch`.
         notify: told which rank was lost and what happens now.
+        **options: the keywords of `launch`.
+
+    Raises:
+        FlexCPError: as `launch`; a `RankLostError` only of the last rank.
     """
     while True:
         try:

@@ -139,7 +139,7 @@ def launch(
     """Run `target(world, *args)` on `nproc` local ranks and return what each returned, by rank.
 
     Started by torchrun, this process is one of the ranks already: `target` runs right here, and only its
-    own return value is in the list.
+    own return value is in the list. Of the options `timeout_s` and `status_dir` count there.
 
     Args:
         target: importable function; it and `args` are pickled into fresh interpreters.
@@ -155,17 +155,19 @@ def launch(
     SIGTERM is passed on to the ranks, and the run goes on until they end.
 
     Raises:
-        ConfigError: more ranks than this machine could ever serve, or a `target` that cannot be pickled.
+        ConfigError: no rank, more than this machine could ever serve, or a `target` that cannot be pickled.
         FlexCPError: what the first failing rank raised, where it was one of FlexCP's own.
         RankLostError: a rank was killed, left, or has stalled; it is named, and what it was doing.
+        RunError: the same after SIGTERM.
         RankFailedError: a rank raised something else, ran out of memory, or the deadline passed.
     """
     if under_torchrun():
         return [_as_one_of_many(target, args, timeout_s, status_dir)]
-    if nproc > (most := _MOST_PER_CORE * num_cores()):
+    most = _MOST_PER_CORE * num_cores()
+    if not 1 <= nproc <= most:
         raise ConfigError(
             f"{nproc} ranks on one machine of {num_cores()} cores",
-            f"Start at most {most} here; torchrun starts ranks on several machines.",
+            f"Start 1 to {most} here; torchrun starts ranks on several machines.",
         )
     try:
         pickle.dumps((target, args))
@@ -188,14 +190,21 @@ def launch(
         finally:
             end(ranks)
         failure = first_error(ranks, deadline_s)
-        if isinstance(failure, RankLostError) and told.is_set() and not any(r.has_begun for r in ranks):
-            raise RunError(
-                "SIGTERM came before the ranks could heed it, and has ended them",
-                "Nothing was saved; checkpoints of an earlier run are untouched.",
-            )
+        if isinstance(failure, RankLostError) and told.is_set():
+            raise _lost_after_sigterm(failure, ranks)
         if failure is not None:
             raise failure
         return [rank.result.value for rank in ranks if rank.result is not None]
+
+
+def _lost_after_sigterm(lost: RankLostError, ranks: Sequence[RankProcess]) -> RunError:
+    """Not a `RankLostError`: a run that was told to end does not go on with the ranks that are left."""
+    if any(rank.has_begun for rank in ranks):
+        return RunError(f"SIGTERM told the run to end; before it had, {lost.cause}", lost.remedy)
+    return RunError(
+        "SIGTERM came before the ranks could heed it, and has ended them",
+        "Nothing was saved; checkpoints of an earlier run are untouched.",
+    )
 
 
 def _as_one_of_many(

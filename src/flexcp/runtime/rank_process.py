@@ -83,6 +83,8 @@ class RankProcess:
 
         A long time since the last look is the pause of a launcher that was stopped with all its ranks.
         """
+        if self._was_stopped:
+            return  # what was decided stands, though it may go on while the others speak
         is_stopped = self.result is None and _is_stopped(self.process.pid)
         self._stopped_s = self._stopped_s + min(passed_s, 2 * _POLL_S) if is_stopped else 0.0
 
