@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 from torch import nn
 
 from flexcp.core.cluster import Cluster
+from flexcp.core.errors import InputError
 from flexcp.core.metrics import StepReport
-from flexcp.core.run_folder import read_info, read_reports, trace_path
+from flexcp.core.run_folder import drop_later, read_info, read_reports, trace_path
 from flexcp.core.trace import Span, TraceWriter
 from flexcp.cost.model import CostModel, Link
 from flexcp.planner import Planner
@@ -53,7 +55,9 @@ def report(step: int, loss: float) -> StepReport:
     )
 
 
-def run_steps(folder: Path, steps: range, total: int, *, rank: int = 0, shown: bool = False) -> None:
+def run_steps(
+    folder: Path, steps: range, total: int, *, rank: int = 0, shown: bool = False, eval_loss: float = 2.5
+) -> None:
     """One attempt: steps, an evaluation at its end, a trace."""
     config = TrainConfig(run=RunSection(folder=folder, steps=total))
     with Outputs(config, steps.start, rank=rank, shown=shown) as outputs:
@@ -61,8 +65,8 @@ def run_steps(folder: Path, steps: range, total: int, *, rank: int = 0, shown: b
             for step in steps:
                 outputs.step(report(step, 5.0 - step), lr=0.1)
                 trace.write(Span(rank, "task", step, step + 0.5, step))
-        outputs.evaluation(steps.stop, 2.5)
-        outputs.finish({steps.stop: 2.5})
+        outputs.evaluation(steps.stop, eval_loss)
+        outputs.finish({steps.stop: eval_loss})
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -94,6 +98,40 @@ def test_a_new_run_starts_with_empty_metrics(tmp_path: Path) -> None:
 
     assert [record["step"] for record in metrics(tmp_path) if "step" in record] == [0, 1]
     assert [record["evaluated_after"] for record in metrics(tmp_path) if "eval_loss" in record] == [2]
+
+
+def test_a_full_disk_on_resume_keeps_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept is written aside first: a whole run is in that file."""
+    run_steps(tmp_path, range(3), 3)
+    before, write_text = metrics(tmp_path), Path.write_text
+
+    def write_half(path: Path, text: str, **options: Any) -> int:
+        write_text(path, text[: len(text) // 2], **options)
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(OSError, match="No space left"):
+        drop_later(tmp_path, 2)
+
+    assert metrics(tmp_path) == before
+
+
+def test_a_damaged_record_is_named_on_resume(tmp_path: Path) -> None:
+    run_steps(tmp_path, range(3), 3)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"step": 1,', '"step": 1;'))
+
+    with pytest.raises(InputError, match=r"metrics.jsonl, line 2, is damaged .*\nCopy .* or remove the line"):
+        drop_later(tmp_path, 2)
+
+
+def test_an_evaluation_that_is_not_finite_leaves_a_folder_that_can_be_read(tmp_path: Path) -> None:
+    """By `flexcp report`, and when the run goes on."""
+    run_steps(tmp_path, range(2), 2, eval_loss=math.inf)
+
+    assert [report.step for report in read_reports(tmp_path)] == [0, 1]
+    run_steps(tmp_path, range(2, 3), 3)
+    assert [record["eval_loss"] for record in metrics(tmp_path) if "eval_loss" in record] == [None, 2.5]
 
 
 def test_the_summary_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

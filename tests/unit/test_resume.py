@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 import torch
 from tests.distributed.test_training import losses, make_config
 
-from flexcp.core.errors import CheckpointError, ConfigError, FlexCPError, LossError
+from flexcp.core.errors import CheckpointError, ConfigError, FlexCPError, LossError, RankFailedError
 from flexcp.runtime import checkpoint as checkpoints_module
 from flexcp.runtime.checkpoint import checkpoints, read_state, save_checkpoint
 from flexcp.runtime.launch import World, joined_world
@@ -134,15 +135,38 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_checkpoint(
     assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == ["step-00000002"]
 
 
-def test_a_step_that_cannot_be_written_down_is_saved(
+@pytest.mark.parametrize(("record", "saved"), [("step", "step-00000001"), ("eval_loss", "step-00000002")])
+def test_what_cannot_be_written_down_is_saved(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: str, saved: str
+) -> None:
+    """A tracker that fails on rank 0 ends all ranks, at a step or an evaluation, and no step is lost."""
+
+    def fail(self: Outputs, values: dict[str, object]) -> None:
+        if record in values:
+            raise OSError("disk full")
+
+    monkeypatch.setattr(Outputs, "_append", fail)
+    config = config_of(tmp_path, run__steps=5, run__eval_every=2, data__eval_samples=3)
+    with pytest.raises(FlexCPError, match="OSError: disk full"):
+        trainer.train(world, config, quiet=True)
+
+    assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == [saved]
+
+
+def test_nothing_is_saved_with_a_rank_that_is_lost(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tracker that fails on rank 0 ends all ranks, and no step is lost."""
-    monkeypatch.setattr(Outputs, "_append", lambda self, record: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(FlexCPError, match="OSError: disk full"):
+    """The others would only wait for it once more, and then blame the checkpoint."""
+
+    def lost(what: str) -> None:
+        if what == "writing down a step":
+            raise RankFailedError("rank 0 lost another rank during writing down a step")
+
+    monkeypatch.setattr(trainer, "alike", lambda what: contextlib.nullcontext(lost(what)))
+    with pytest.raises(RankFailedError, match="during writing down a step"):
         trainer.train(world, config_of(tmp_path, run__steps=5), quiet=True)
 
-    assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == ["step-00000001"]
+    assert checkpoints(tmp_path / "run" / "checkpoints") == []
 
 
 def test_a_resumed_run_leaves_the_checkpoint_that_it_read(

@@ -75,3 +75,28 @@ def test_a_full_disk_is_said_and_hides_no_other_error() -> None:
 
     with pytest.raises(ZeroDivisionError):
         fail()
+
+
+@pytest.mark.parametrize("flushes", [0, 1, 2])
+def test_spans_that_cannot_be_written_are_never_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flushes: int
+) -> None:
+    """Whichever part they are in, and though later parts are given before it fails; the others are there."""
+    given, dumps = threading.Event(), trace.json.dumps
+
+    def wait(*args: Any, **options: Any) -> str:
+        assert given.wait(60)
+        return dumps(*args, **options)
+
+    monkeypatch.setattr(trace.json, "dumps", wait)
+    writer = TraceWriter(tmp_path / "rank-0.jsonl")
+    writer.write(Span(0, "own", 0.0, 1.0, detail={"what": object()}))
+    for index in range(flushes):
+        writer.flush()
+        writer.write(SPANS[index])
+    given.set()
+    with pytest.raises(RunError, match=r"rank-0.jsonl cannot be written: .*not JSON.*\nGive a span details"):
+        writer.close()
+
+    assert list(read_spans(tmp_path / "rank-0.jsonl")) == SPANS[:flushes]
+    writer.close()

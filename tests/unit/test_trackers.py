@@ -53,15 +53,15 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
     return fake
 
 
-def run(folder: Path, *trackers: Any, rank: int = 0) -> None:
+def run(folder: Path, *trackers: Any, rank: int = 0, steps: int = 2) -> None:
     """Two steps and an evaluation."""
-    config = TrainConfig(run=RunSection(folder=folder, steps=2, trackers=trackers))
+    config = TrainConfig(run=RunSection(folder=folder, steps=steps, trackers=trackers))
     with Outputs(config, 0, rank=rank, shown=False) as outputs:
         outputs.describe(CORPUS, nn.Linear(2, 2), PLANNER)
-        for step in range(2):
+        for step in range(steps):
             outputs.step(report(step, 5.0 - step), lr=0.1)
-        outputs.evaluation(2, 2.5)
-        outputs.finish({2: 2.5})
+        outputs.evaluation(steps, 2.5)
+        outputs.finish({steps: 2.5})
 
 
 def test_wandb_is_told_everything_once(tmp_path: Path, wandb: FakeWandb) -> None:
@@ -95,6 +95,18 @@ def test_tensorboard_has_the_same_numbers(tmp_path: Path) -> None:
     assert '"steps": 2' in str(events.Tensors("config/text_summary")[0].tensor_proto.string_val)
 
 
+def test_tensorboard_hides_an_attempt_that_left_no_checkpoint(tmp_path: Path) -> None:
+    """The next one begins at step 0 again, in the same folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps in (3, 2):
+        run(tmp_path, "tensorboard", steps=steps)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(0, 5.0), (1, 4.0)]
+    assert [event.step for event in events.Scalars("eval/loss")] == [2]
+
+
 def test_only_rank_0_has_trackers(tmp_path: Path, wandb: FakeWandb) -> None:
     run(tmp_path, "wandb", "tensorboard", rank=1)
 
@@ -114,6 +126,45 @@ def test_a_failed_run_is_told_as_failed(tmp_path: Path, wandb: FakeWandb) -> Non
         fail()
     assert [name for name, _ in wandb.calls] == ["init", "finish"]
     assert wandb.calls[-1] == ("finish", 1)
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_tracker_that_does_not_close_hides_nothing(tmp_path: Path, failed: bool) -> None:
+    """Neither why the run failed nor, where it did not, that curves are missing; and the other one closes."""
+
+    class Stuck(FakeTracker):
+        def close(self, failed: bool) -> None:
+            super().close(failed)
+            raise ConnectionError("no network")
+
+    trackers = [Stuck(), FakeTracker(), Stuck()]
+    config = TrainConfig(run=RunSection(folder=tmp_path, trackers=()))
+
+    def end() -> None:
+        with Outputs(config, 0, rank=0, shown=False) as outputs:
+            outputs._trackers = list(trackers)
+            if failed:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError if failed else ConnectionError):
+        end()
+    assert [tracker.closed for tracker in trackers] == [[failed]] * 3
+
+
+class FakeTracker:
+    """Remembers how it was closed."""
+
+    def __init__(self) -> None:
+        self.closed: list[bool] = []
+
+    def start(self, config: Any) -> None: ...
+
+    def log(self, step: int, values: Any) -> None: ...
+
+    def summary(self, values: Any) -> None: ...
+
+    def close(self, failed: bool) -> None:
+        self.closed.append(failed)
 
 
 def test_what_wandb_lacks_is_said(tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,7 +184,11 @@ def read_reports(folder: Path) -> Iterator[StepReport]:
 
 
 def drop_later(folder: Path, first_step: int) -> None:
-    """Drop what an earlier, longer attempt left of the steps from `first_step` on."""
+    """Drop what an earlier, longer attempt left of the steps from `first_step` on.
+
+    Raises:
+        InputError: a line of the metrics is damaged; it is named.
+    """
     _drop_metrics(metrics_path(folder), first_step)
     newest = attempt_path(folder, first_step)
     for attempt in newest.parent.glob("from-step-*"):
@@ -196,12 +200,11 @@ def _drop_metrics(path: Path, first_step: int) -> None:
     """Keep the records of steps before `first_step`."""
     if not path.exists():
         return
-    # A killed run may have left its last line unfinished.
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
-    records = [(line, json.loads(line)) for line in lines]
     kept = [
-        line
-        for line, record in records
+        json.dumps(record) + "\n"
+        for record in read_lines(path, dict)
         if record.get("step", -1) < first_step and record.get("evaluated_after", 0) <= first_step
     ]
-    path.write_text("".join(kept), encoding="utf-8")
+    aside = path.with_suffix(".tmp")
+    aside.write_text("".join(kept), encoding="utf-8")
+    aside.replace(path)  # a full disk or a kill must not cost the records of the whole run

@@ -97,8 +97,9 @@ class TraceWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w", encoding="utf-8")
         self._spans: list[Span] = []
+        self._closed = False
         self._thread = ThreadPoolExecutor(1, "flexcp-trace")
-        self._written: Future[None] | None = None
+        self._writing: list[Future[None]] = []
 
     def write(self, span: Span) -> None:
         """Keep one span."""
@@ -110,37 +111,39 @@ class TraceWriter:
         Raises:
             RunError: those of an earlier call could not be written.
         """
-        if self._written is not None and self._written.done():
-            self._raise_trouble(self._written)
+        written = [part for part in self._writing if part.done()]
+        self._writing = [part for part in self._writing if part not in written]
+        self._raise_trouble(written)
         spans, self._spans = self._spans, []
-        self._written = self._thread.submit(self._append, spans)
+        self._writing.append(self._thread.submit(self._append, spans))
 
     def close(self) -> None:
-        """Write what is left and close.
+        """Write what is left and close; may be called twice.
 
         Raises:
             RunError: something could not be written.
         """
-        self._thread.submit(self._append, self._spans)
-        self._spans = []
-        last = self._thread.submit(self._file.close)
+        if self._closed:
+            return
+        self._closed = True
+        self._writing.append(self._thread.submit(self._append, self._spans))
+        self._writing.append(self._thread.submit(self._file.close))
         self._thread.shutdown()
-        for written in (self._written, last):
-            if written is not None:
-                self._raise_trouble(written)
+        self._raise_trouble(self._writing)
 
     def _append(self, spans: list[Span]) -> None:
         lines = [json.dumps(asdict(span), separators=(",", ":")) + "\n" for span in spans]
         self._file.writelines(lines)
         self._file.flush()
 
-    def _raise_trouble(self, written: Future[None]) -> None:
-        error = written.exception()
-        if error is not None:
-            raise RunError(
-                f"the trace {self._file.name} cannot be written: {error}",
-                "Make room on the disk, then go on from the newest checkpoint.",
-            ) from error
+    def _raise_trouble(self, written: list[Future[None]]) -> None:
+        error = next((part.exception() for part in written if part.exception()), None)
+        if error is None:
+            return
+        remedy = "Make room on the disk, then go on from the newest checkpoint."
+        if not isinstance(error, OSError):
+            remedy = "Give a span details that JSON has: text, numbers, lists and mappings of them."
+        raise RunError(f"the trace {self._file.name} cannot be written: {error}", remedy) from error
 
     def __enter__(self) -> TraceWriter:
         return self

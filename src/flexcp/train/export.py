@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -59,9 +60,9 @@ def save_pretrained(
             _copy_tokenizer(tokenizer, folder)
             if start is not None:
                 _copy(start, folder, _SETTINGS_FILES)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             trouble = CheckpointError(
-                f"the model could not be written to {folder}: {error.strerror}",
+                f"the model could not be written to {folder}: {error}",
                 "Make room and run again with --resume: the last checkpoint is whole.",
             )
     raise_together(trouble, "saving the model")

@@ -5,7 +5,9 @@ Only rank 0 writes and draws; on the other ranks every method is silent.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -77,8 +79,11 @@ class Outputs:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()
-        for tracker in self._trackers:
-            tracker.close(failed=error is not None)
+        with contextlib.ExitStack() as closing:  # each of them, whatever becomes of the others
+            if error is not None:  # that is what the user must hear of
+                closing.enter_context(contextlib.suppress(Exception))
+            for tracker in self._trackers:
+                closing.callback(tracker.close, failed=error is not None)
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Long work before step 0."""
@@ -150,7 +155,8 @@ class Outputs:
         """Loss on held-out samples after `done` steps."""
         if self._first:
             self._console.print(f"[cyan]evaluation after {done} steps: loss {loss:.4f}[/]", highlight=False)
-            self._append({"evaluated_after": done, "eval_loss": loss})
+            # As of a step: JSON has no number that is not finite.
+            self._append({"evaluated_after": done, "eval_loss": loss if math.isfinite(loss) else None})
             self._log(done, {"eval/loss": loss})
 
     def saved(self, path: Path) -> None:

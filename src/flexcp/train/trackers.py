@@ -1,4 +1,4 @@
-"""Where the curves of a run go: TensorBoard, Weights & Biases, or whatever has these four methods."""
+"""Where the curves of a run go: TensorBoard, Weights & Biases, or what else `make_trackers` makes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TensorBoard:
 
     Args:
         folder: of the event files.
-        first_step: what an earlier, longer attempt wrote from here on is hidden.
+        first_step: what an earlier attempt wrote from here on is hidden.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -47,7 +47,7 @@ class TensorBoard:
         """See `Tracker`."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(self._folder), purge_step=self._first_step or None)
+        self._writer = SummaryWriter(str(self._folder), purge_step=self._first_step)
         self._writer.add_text("config", f"```\n{json.dumps(config, indent=2)}\n```", self._first_step)
 
     def log(self, step: int, values: Values) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,14 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from flexcp.core.cluster import Cluster
-from flexcp.core.errors import CheckpointError, ConfigError, DataError, FlexCPError, LossError
+from flexcp.core.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    FlexCPError,
+    LossError,
+    RankFailedError,
+)
 from flexcp.core.metrics import StepReport
 from flexcp.core.run_folder import trace_path
 from flexcp.core.trace import TraceWriter
@@ -185,16 +192,24 @@ class _Loop:
             self.outputs.notice(f"SIGTERM: ended after {done} of {run.steps} steps; --resume goes on")
 
     def _record(self, finished: StepReport) -> None:
-        """Show a step and write it down; what only one rank cannot do ends all, with a checkpoint."""
+        """Show a step and write it down."""
         report = slowest(finished)
+        with self._writing_down(report.step + 1):
+            report = self.utilization.measure(report)
+            self.outputs.step(report, self.optimizer.param_groups[0]["lr"], self.engine.correction)
+        self.reports.append(report)
+
+    @contextlib.contextmanager
+    def _writing_down(self, done: int) -> Iterator[None]:
+        """What one rank cannot write, or refuses, ends all, with a checkpoint."""
         try:
             with alike("writing down a step"):
-                report = self.utilization.measure(report)
-                self.outputs.step(report, self.optimizer.param_groups[0]["lr"], self.engine.correction)
+                yield
+        except RankFailedError:
+            raise  # nobody is there to save with
         except FlexCPError:
-            self._save(report.step + 1)
+            self._save(done)
             raise
-        self.reports.append(report)
 
     def resume(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """Continue from a checkpoint: weights and moments are its own, settings those of the config."""
@@ -220,7 +235,8 @@ class _Loop:
             return
         loss = self.engine.evaluate(self.corpus.evaluation, self.forward)
         self.eval_losses[done] = loss
-        self.outputs.evaluation(done, loss)
+        with self._writing_down(done):
+            self.outputs.evaluation(done, loss)
 
     def _save(self, done: int) -> None:
         if done in (0, self._saved_step):
