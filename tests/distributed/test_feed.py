@@ -114,7 +114,7 @@ def expected_rows(samples: list[int]) -> list[tuple[int, int, int, int]]:
     return sorted(rows)
 
 
-@pytest.mark.parametrize("nproc", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("nproc", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_order_depends_on_seed_and_step_only(nproc: int) -> None:
     """Same samples per step for any N and policy; every row on one rank, extras untouched where it is."""
     by_rank = run_ranks(take_with_policies, nproc)

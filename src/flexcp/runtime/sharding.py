@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import types
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from flexcp.core.errors import ConfigError
+from flexcp.core.errors import ConfigError, UnknownNameError
 from flexcp.runtime.agreement import require_agreement
 
 ShardingKind = Literal["ddp", "fsdp2"]
@@ -62,9 +62,12 @@ def shard(
         param_dtype: dtype of the compute copies under `fsdp2` (gradients are summed in fp32).
 
     Raises:
+        UnknownNameError: another kind.
         DisagreementError: `fsdp2` would make one model of the parts of different ones. (`ddp` takes the
             weights of rank 0.)
     """
+    if kind not in get_args(ShardingKind):
+        raise UnknownNameError("sharding", kind, get_args(ShardingKind))
     if kind == "ddp":
         # Buffers are never trained here; broadcasting them in forward would be a collective that ranks
         # without a task do not join.

@@ -62,8 +62,18 @@ class MapSource:
         self._rank = rank
 
     def samples(self, step: int) -> tuple[Sample, ...]:
-        """Lengths are known, so nothing is read."""
-        return tuple(planned_sample(self._dataset, int(index)) for index in self._indices(step))
+        """Lengths are known, so nothing is read.
+
+        Raises:
+            DataError: the data set cannot say what the planner is to see of one of them.
+        """
+        return tuple(self._sample(int(index)) for index in self._indices(step))
+
+    def _sample(self, index: int) -> Sample:
+        try:
+            return planned_sample(self._dataset, index)
+        except Exception as error:
+            raise reading_failed(self._dataset, index, self._rank, error) from error
 
     def examples(self, step: int, plan: Plan) -> dict[int, Example]:
         """Read them; see `load_examples`."""
