@@ -3,10 +3,9 @@
     python benchmarks/emulated.py [LENGTHS[:COLUMN] ...] [--worlds 8x2x4096 ...] [--short] [--out FILE]
 
 Emulation: arithmetic and links take the time of the cost model by sleeping (`device.py`). Planning, reading
-and cutting of data, messages, groups, gradient reduction and every wait are those of `flexcp.Engine`. All
-policies train in the same processes, step by step in turn, on the same samples. The engine runs free; for
-lockstep a barrier of all ranks between the waves of a plan is added here. Which worlds were emulated was
-chosen, so the page also holds what plans of all worlds around them promise. Writes
+and cutting of data, messages, groups, gradient reduction and every wait are those of `flexcp.Engine`, free or
+in lockstep. All policies train in the same processes, step by step in turn, on the same samples. Which worlds
+were emulated was chosen, so the page also holds what plans of all worlds around them promise. Writes
 benchmarks/results/emulated.md.
 """
 
@@ -190,10 +189,10 @@ def ratio(theirs, ours, field):
 
 NOTES = """**This is an emulation.** Arithmetic and links take the time that the cost model gives them
 (Qwen3-8B on the H100 preset, no recomputation) by sleeping; messages really travel over gloo, 4,608 times
-smaller than those they stand for. Planning, data, messages, groups, reduction and
-waiting are the engine's own. Barriers between waves (lockstep) are the benchmark's. A sleep that ends late
-is made up for by the next ones. Policies take turns, step by step, in the same processes, on the same
-samples; each one's first step is left out.
+smaller than those they stand for. Planning, data, messages, groups, reduction and all waiting, also that
+between waves (lockstep), are the engine's own. A sleep that ends late is made up for by the next ones.
+Policies take turns, step by step, in the same processes, on the same samples; each one's first step is left
+out.
 
 - `step s`: wall-clock of a whole step, mean.
 - `policy / flexcp`: ratio of the sums; least and largest step. `predicted`: the same by the plans.

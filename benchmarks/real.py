@@ -1,4 +1,4 @@
-"""Real compute, two ranks: `flexcp` and the fair static layout train in turn on the same samples.
+"""Real compute, two ranks: `flexcp`, the fair static layout and `paper` train in turn on the same samples.
 
     python benchmarks/real.py [LENGTHS[:COLUMN] ...] [--short] [--out FILE]
 

@@ -200,15 +200,18 @@ def _tampered(engine: Any) -> Any:
 def test_bad_input_ends_all_ranks_with_one_sentence() -> None:
     """D28, D48, D49 and the bad inputs of a step; every rank says the same, and none hangs."""
     first, second = run_ranks(provoke, 2)
+    apart = {"plans"}  # each rank names the others
 
-    assert first["too long"] == second["too long"]
+    assert {k: v for k, v in first.items() if k not in apart} == {
+        k: v for k, v in second.items() if k not in apart
+    }
     assert "sample 1 has 97 tokens" in first["too long"]
     assert "It fits on 3 ranks" in first["too long"]
     assert "none of the 3 samples of step 0 has a supervised token" in first["no labels"]
     assert "the data set is empty" in first["empty"]
     assert "plans for 3 ranks, the world has 2" in first["ranks"]
     assert "global_batch is 0" in first["batch"]
-    assert "sample 1 has 20 tokens, its length was 21" in first["changed"] + second["changed"]
+    assert "sample 1 has 20 tokens, its length was 21" in first["changed"]
     assert "broadcasts buffers" in first["buffers"]
     assert "rank 0 and ranks [1] hold different plans" in first["plans"]
     assert "rank 1 and ranks [0] hold different plans" in second["plans"]

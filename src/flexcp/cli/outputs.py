@@ -11,7 +11,7 @@ from flexcp.core.errors import ConfigError
 
 
 def require_writable(path: Path) -> None:
-    """Whether a file can be written there; nothing is left behind or changed.
+    """Refuse a path that no file can be written to; nothing is left behind or changed.
 
     Raises:
         ConfigError: its folder does not exist, or the system refuses.

@@ -88,7 +88,7 @@ def read_samples(path: str | Path, column: str | None = None) -> tuple[Sample, .
 
 
 def require_suffix(path: Path) -> None:
-    """Whether `write_lengths` knows the form of a file of this name.
+    """Refuse a name of a file whose form `write_lengths` does not know.
 
     Raises:
         LengthsError: it does not.

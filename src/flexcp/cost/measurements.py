@@ -89,7 +89,7 @@ def read_measurements(path: Path, *, encoder: bool = False) -> tuple[Measurement
 
 
 def require_columns(path: Path) -> None:
-    """Whether a table is one of task times, as far as its first line tells.
+    """Refuse a table that is not one of task times, as far as its first line tells.
 
     Raises:
         InputError: no such file, or no such columns; they are named.
@@ -98,7 +98,7 @@ def require_columns(path: Path) -> None:
 
 
 def check_measurements(rows: Sequence[Measurement], source: str = "measurements") -> None:
-    """Whether times and counts can be those of real tasks.
+    """Refuse times and counts that cannot be those of real tasks.
 
     Raises:
         InputError: names the row, the first one being row 1.
@@ -121,7 +121,7 @@ def check_measurements(rows: Sequence[Measurement], source: str = "measurements"
 
 
 def check_seconds(seconds: float, place: str) -> None:
-    """Whether a time can be one.
+    """Refuse a time that cannot be one.
 
     Raises:
         InputError: it is not finite and positive, or beyond all reason; the place is named.

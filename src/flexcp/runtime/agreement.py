@@ -20,7 +20,9 @@ _SAME_VERSION = "Start all ranks from one checkout of FlexCP, or install one ver
 
 
 def require_agreement(values: Mapping[str, str], remedy: str) -> None:
-    """All ranks call it. Ranks of other versions may compare other things, so names go first.
+    """Refuse to go on where ranks have different values; all ranks call it.
+
+    Ranks of other versions may compare other things, so version and names are compared before the values.
 
     Raises:
         DisagreementError: a value is not the same on all ranks; on all ranks, each says its own value.

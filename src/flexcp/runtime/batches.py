@@ -161,7 +161,7 @@ def planned_sample(dataset: Dataset, index: int) -> Sample:
 
 
 def check_fits(dataset: Dataset | Stream, cluster: Cluster, global_batch: int) -> None:
-    """Whether a data set can be trained on, as far as its lengths say; nothing is known of a stream.
+    """Refuse data that cannot be trained on, as far as their lengths tell; those of a stream are not known.
 
     Raises:
         ConfigError: the global batch is empty.

@@ -47,17 +47,17 @@ from flexcp.runtime.transport import Transport
 class Engine:
     """An iterator over optimizer steps.
 
-    All ranks construct it at the same point with equal arguments, after `init_process_group`. It owns a
-    background thread, two process groups, and on rank 0 a planner process; use it as a context manager, or
-    call `close`.
+    All ranks construct it at the same point with equal arguments, after `init_process_group`. It owns
+    background threads and on rank 0 a planner process; use it as a context manager, or call `close`. Its two
+    process groups (three in mode lockstep) last as long as the world: make few engines in one process.
 
     Args:
         model: a plain module, a `DistributedDataParallel` (broadcast_buffers=False), or an FSDP2 module
             (see `flexcp.shard`).
         optimizer: over `model.parameters()`.
         planner: makes the plan of one global batch, on rank 0; in its mode lockstep ranks meet after every
-            wave. A `flexcp.Planner` plans in a process of its
-            own; any other callable with a `cluster` plans in a thread.
+            wave. A `flexcp.Planner` plans in a process of its own; any other callable with a `cluster` plans
+            in a thread.
         dataset: map-style, with lengths (`runtime.batches.Dataset`), or a stream (`runtime.batches.Stream`).
         global_batch: samples per step.
         steps: stop before this step index; None for ever. A stream may end before.
@@ -232,13 +232,14 @@ class Engine:
             self.model.train(was_training)
         if supervised == 0:
             raise DataError(
-                "no sample of the evaluation data has a supervised token", "Check the labels of these data."
+                "no sample of the evaluation data has a supervised token",
+                "Check the labels; of a stream also that it has records.",
             )
         mine = total[None].to(collective_device())
         return float(all_gather_rows(mine, "evaluation").sum()) / supervised
 
     def check(self, dataset: Dataset | Stream) -> None:
-        """Whether every sample of another data set fits, so that a later evaluation will not fail.
+        """Refuse another data set if not all of it fits, before a later evaluation fails by it.
 
         Nothing is known of a stream beforehand.
 
@@ -253,7 +254,7 @@ class Engine:
         require_agreement(lengths, "Open the same data on all ranks.")
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beside weights and optimizer, that of rank 0 is to be kept; JSON."""
+        """What a resumed run needs beside weights and optimizer, in JSON values; keep that of rank 0."""
         learnt = self._learning.state_dict() if self._learning is not None else {}
         return {
             "step": self.next_step,

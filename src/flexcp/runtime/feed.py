@@ -190,9 +190,8 @@ class Ahead:
     def _wait(self, future: Future[Any]) -> None:
         done, _ = futures.wait([future], timeout=_LATE_S)
         if not done and self._feed.is_first:
-            self._feed.notify(
-                f"{self._what} {self._step} has waited {_LATE_S:g} s for its {self._waits_for} and goes on"
-            )
+            waited = f"{self._what} {self._step} has waited {_LATE_S:g} s"
+            self._feed.notify(f"{waited} for its {self._waits_for}, and still waits")
         futures.wait([future])
 
     def _announce(self, step: int) -> None:

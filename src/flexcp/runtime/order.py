@@ -68,7 +68,7 @@ def batch_indices(num_samples: int, global_batch: int, seed: int, step: int) -> 
 
 
 def require_same_order(state: Mapping[str, Any], **this_run: int | str) -> None:
-    """Whether a run that left this state drew the same samples for every step.
+    """Refuse a state that was left by a run with other samples in its steps.
 
     Raises:
         ConfigError: one of the given values differs; it is named.

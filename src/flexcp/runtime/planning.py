@@ -85,7 +85,7 @@ class Planning:
         return MadePlan(text, time.perf_counter() - start_s)
 
     def close(self) -> None:
-        """End thread and process; plans that were not finished fail."""
+        """End thread and process. Unfinished plans of the process fail; others are waited for."""
         if self.process is not None:
             self.process.end()
         self._pool.shutdown()

@@ -91,7 +91,7 @@ class Conditions:
         return self.uplinks is not None or self.cores is not None
 
     def require_fitting(self, cluster: Cluster, mode: Mode) -> None:
-        """Whether all ranks that are named exist, and waves where they have collectives.
+        """Refuse a cluster without all ranks that are named, and collectives in waves where there are none.
 
         Raises:
             ConfigError: names the first rank that does not, or the mode.

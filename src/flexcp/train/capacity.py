@@ -42,7 +42,7 @@ def hopeless_notice(longest_tokens: int, rank_tokens: int, left: int) -> str:
 
 
 def budget_tokens(config: TrainConfig, ranks: int, shape: ModelShape) -> int:
-    """Of one rank, given or derived, when there are so many."""
+    """Tokens that one of `ranks` ranks holds: given, or derived from the memory of the hardware."""
     parallel = config.parallel
     sharding: Literal["ddp", "zero1"] = "ddp" if parallel.sharding == "ddp" else "zero1"
     return parallel.tokens_per_rank or tokens_per_rank(

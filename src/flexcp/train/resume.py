@@ -17,7 +17,7 @@ BUDGET = "parallel.tokens_per_rank"
 def require_same_run(
     name: str, made_with: Mapping[str, str], now: Mapping[str, str], *, new_budget: bool
 ) -> None:
-    """Whether a checkpoint is of the same data, tokenizer, held-out samples and budget.
+    """Refuse a checkpoint of other data, tokenizer, held-out samples or budget.
 
     Raises:
         CheckpointError: something differs; it is named with both values.
