@@ -124,6 +124,7 @@ def test_sigterm_saves_and_exits_0(tmp_path: Path) -> None:
     run = run_flexcp(str(config), "--nproc", "2")
     wait_for_steps(tmp_path / "run", 2, run)
     ranks = children_of(run.pid)
+    assert len(ranks) == 2
     run.send_signal(signal.SIGTERM)
     output, errors = run.communicate(timeout=WAIT_S)
 

@@ -84,30 +84,29 @@ def train_alone(steps: int) -> list[float]:
 
 def test_policies_train_alike() -> None:
     """20 steps of SGD in fp32: static, paper and flexcp lose the same as one process without FlexCP."""
-    check_policies_against_one_process(["static", "paper", "flexcp"], 3, tokens_per_rank=48, steps=20)
+    losses, _ = losses_by_policy(["static", "paper", "flexcp"], 3, tokens_per_rank=48, steps=20)
+    alone = train_alone(20)
+
+    assert alone[-1] < alone[0]
+    assert losses == dict.fromkeys(losses, pytest.approx(alone, rel=1e-5))
 
 
 def test_policies_that_exchange_heads_train_alike() -> None:
     """`ulysses` and `flexsp` run for real: every group of two and four ranks swaps rows for heads."""
-    found = check_policies_against_one_process(["ulysses", "flexsp"], 4, tokens_per_rank=64, steps=8)
+    losses, met = losses_by_policy(["ulysses", "flexsp"], 4, tokens_per_rank=64, steps=8)
 
-    for exchanges in found.values():
-        assert exchanges == {"all-to-all"}
+    assert losses == dict.fromkeys(losses, pytest.approx(train_alone(8), rel=1e-5))
+    assert met == {"ulysses": {"all-to-all"}, "flexsp": {"all-to-all"}}
 
 
-def check_policies_against_one_process(
+def losses_by_policy(
     policies: list[str], nproc: int, tokens_per_rank: int, steps: int
-) -> dict[str, set[str]]:
-    """Losses of every policy equal those of one process; returns the exchanges that each used."""
-    by_rank = run_ranks(train_with_policies, nproc, policies, steps, tokens_per_rank)
-    alone = train_alone(steps)
-
-    assert alone[-1] < alone[0]
-    for policy in policies:
-        losses, _ = by_rank[0][policy]
-        assert losses == by_rank[nproc - 1][policy][0]
-        assert losses == pytest.approx(alone, rel=1e-5)
-    return {policy: by_rank[0][policy][1] for policy in policies}
+) -> tuple[dict[str, list[float]], dict[str, set[str]]]:
+    """Losses, the same on all ranks, and the exchanges of groups, of every policy."""
+    first, *others = run_ranks(train_with_policies, nproc, policies, steps, tokens_per_rank)
+    losses, met = ({policy: first[policy][part] for policy in policies} for part in (0, 1))
+    assert [{policy: found[policy][0] for policy in policies} for found in others] == [losses] * (nproc - 1)
+    return losses, met
 
 
 def evaluate_and_count(world: Any) -> dict[str, Any]:
@@ -115,14 +114,20 @@ def evaluate_and_count(world: Any) -> dict[str, Any]:
     from flexcp.integrations.transformers import blocks_of, enable
     from flexcp.runtime.sharding import shard
 
-    found: dict[str, Any] = {"eval": [], "counts": []}
+    found: dict[str, Any] = {"eval": [], "counts": [], "training": []}
     model = tiny_model()
     model = shard(model, "fsdp2", blocks=blocks_of(model))
+
+    def forward(micro: Any) -> Any:
+        found["training"].append(model.training)
+        return model(**micro.inputs)
+
     with enable(model):
         engine = make_engine(model, make_planner(world.size), ListDataset(LENGTHS), global_batch=5, steps=3)
         found["groups at start"] = dist.distributed_c10d._world.group_count  # what torch itself counts
         for lengths in ([40], [30, 60, 9], LENGTHS):  # D55: 60 and more tokens need two ranks
-            found["eval"].append(engine.evaluate(ListDataset(lengths, unlabelled=())))
+            found["eval"].append(engine.evaluate(ListDataset(lengths, unlabelled=()), forward))
+        found["training"].append(model.training)
         losses_of(engine)
         found["groups at end"] = dist.distributed_c10d._world.group_count
         for samples, batch in ((1, 1), (1, 4), (7, 5), (world.size - 1, world.size - 1)):
@@ -141,6 +146,9 @@ def test_evaluation_small_batches_and_communicators() -> None:
 
     for found in by_rank:
         assert found["eval"] == pytest.approx(expected, rel=1e-5)
+        *evaluating, behind = found["training"]
+        assert set(evaluating) == {False}
+        assert behind
         assert np.isfinite(found["counts"]).all()
         assert found["groups at end"] == found["groups at start"] == by_rank[0]["groups at start"]
         assert found["groups at start"] <= 3  # the world, one parent of all rings, one of plans and data

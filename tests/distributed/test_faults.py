@@ -6,6 +6,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import socket
@@ -309,7 +310,7 @@ def train_past_a_bad_sample(world: Any, kind: str) -> dict[str, Any]:
     from flexcp.runtime.sharding import shard
     from flexcp.runtime.step import loss_sum_of
 
-    found: dict[str, Any] = {"notices": [], "reports": [], "changed": []}
+    found: dict[str, Any] = {"notices": [], "reports": [], "changed": [], "bad": [], "scheduled": []}
     model = tiny_model()
     model = shard(model, kind, blocks=blocks_of(model))
     data = Named(LENGTHS, unlabelled=())
@@ -318,6 +319,8 @@ def train_past_a_bad_sample(world: Any, kind: str) -> dict[str, Any]:
     def run(engine: Any) -> None:
         for step in engine:
             before = [local(p).clone() for p in model.parameters()]
+            packs = [[step.plan.samples[i].id for i in task.samples] for task in step.plan.tasks]
+            found["bad"].append({f"file-{i}.txt" for pack in packs for i in pack if 4 in pack})
             for micro in step:
                 loss_sum = loss_sum_of(model(**micro.inputs), micro)
                 step.backward(loss_sum * math.nan if 4 in micro.sample_ids else loss_sum, micro)
@@ -325,7 +328,12 @@ def train_past_a_bad_sample(world: Any, kind: str) -> dict[str, Any]:
             after = [local(p) for p in model.parameters()]
             found["changed"].append(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
 
-    options = {"global_batch": 2, "steps": 6, "on_notice": found["notices"].append}
+    options = {
+        "global_batch": 2,
+        "steps": 6,
+        "on_notice": found["notices"].append,
+        "on_step_end": lambda: found["scheduled"].append(len(found["reports"])),
+    }
     with enable(model):
         with make_engine(model, planner, data, on_bad_loss="skip", **options) as engine:
             run(engine)
@@ -356,6 +364,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_or_ends_the_run(kind: str) 
         assert skipped
         assert len(skipped) == found["state"]["skipped_steps"] == found["skipped after resume"] < 6
         assert found["changed"][:6] == [not report.skipped for report in found["reports"][:6]]
+        assert found["scheduled"][: 6 - len(skipped)] == [i for i in range(6) if i not in skipped]
         assert found["finite"]
         assert all((report.loss is None) == report.skipped for report in found["reports"])
         assert len(found["notices"]) == (len(skipped) if rank == 0 else 0)
@@ -365,7 +374,9 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_or_ends_the_run(kind: str) 
         assert "The weights were not changed." in found["stop"]
         assert json.dumps(found["reports"][skipped[0]].to_record(), allow_nan=False)
     assert all("it was skipped and no weight was changed" in text for text in by_rank[0]["notices"])
-    assert all("file-4.txt" in text for text in by_rank[0]["notices"])
+    told = [set(re.findall(r"file-\d\.txt", text)) for text in by_rank[0]["notices"]]
+    assert told == [names for names in by_rank[0]["bad"][:6] if names]
+    assert {"file-4.txt"} in told  # and not the other sample of its step
 
 
 def start_with_another(world: Any, folder: Path, key: str) -> str:

@@ -132,7 +132,7 @@ def reference(
     return loss, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def check_against_one_process(
+def assert_as_one_process(
     kinds: Sequence[str],
     nproc: int,
     seeds: Sequence[int],
@@ -164,7 +164,7 @@ def check_against_one_process(
 @pytest.mark.parametrize("nproc", [3, 4])
 def test_gradients_equal_one_process(nproc: int) -> None:
     """D02, D03, D05, D06, D07, D10: random plans, degrees 1..N mixed and changing, in fp32."""
-    met = check_against_one_process(["ddp", "fsdp2"], nproc, range(8), ["qwen3"], torch.float32, whole=0)
+    met = assert_as_one_process(["ddp", "fsdp2"], nproc, range(8), ["qwen3"], torch.float32, whole=0)
 
     assert {degree for _, degree in met} == set(range(1, nproc + 1))
     assert {exchange for exchange, degree in met if degree > 1} == set(EXCHANGE_KINDS)
@@ -181,7 +181,7 @@ _CASES = product(EXCHANGE_KINDS, (3, 4), (torch.float32, torch.float64))
 )
 def test_gradients_by_one_exchange(exchange: str, nproc: int, dtype: torch.dtype) -> None:
     """Each exchange alone; all-to-all at the degrees that 4 query and 2 key/value heads allow."""
-    met = check_against_one_process(["plain"], nproc, range(4), ["qwen3"], dtype, 16, exchange)
+    met = assert_as_one_process(["plain"], nproc, range(4), ["qwen3"], dtype, 16, exchange)
 
     degrees = [degree for degree in range(2, nproc + 1) if exchange != "all-to-all" or degree != 3]
     assert {degree for kind, degree in met if kind == exchange and degree > 1} == set(degrees)
@@ -192,7 +192,7 @@ def test_families_whose_attention_or_loss_is_their_own(kind: str) -> None:
     """D46, D50, D58: windows, capped scores, sinks, routers and latent attention, through real ranks."""
     plain = {"llama", "qwen2", "qwen3", "mistral"}
     families = [family for family in FAMILIES if family not in plain]
-    met = check_against_one_process([kind], 3, [200], families, torch.float32, whole=16)
+    met = assert_as_one_process([kind], 3, [200], families, torch.float32, whole=16)
 
     assert {degree for _, degree in met} == {1, 2, 3}
 
@@ -200,7 +200,7 @@ def test_families_whose_attention_or_loss_is_their_own(kind: str) -> None:
 def test_other_families_whole_samples_and_fp64() -> None:
     """Families of plain attention; samples below 16 tokens kept whole; errors of fp64 rounding alone."""
     families = ["llama", "mistral", "qwen2"]
-    met = check_against_one_process(["plain"], 3, range(100, 103), families, torch.float64, whole=16)
+    met = assert_as_one_process(["plain"], 3, range(100, 103), families, torch.float64, whole=16)
 
     assert {degree for _, degree in met} == {1, 2, 3}
 
@@ -210,6 +210,6 @@ def test_other_families_whole_samples_and_fp64() -> None:
 @pytest.mark.parametrize("whole", [0, 24])
 def test_gradients_of_thirty_plans(whole: int) -> None:
     """Thirty random plans on four ranks."""
-    met = check_against_one_process(["ddp", "fsdp2"], 4, range(30), ["qwen3"], torch.float32, whole)
+    met = assert_as_one_process(["ddp", "fsdp2"], 4, range(30), ["qwen3"], torch.float32, whole)
 
     assert {degree for _, degree in met} == {1, 2, 3, 4}

@@ -63,9 +63,17 @@ def misuse(world: Any) -> dict[str, Any]:
         found["grad norm"] = report.grad_norm
         steps = [step.index for step in engine if run_step(step, engine)]
         found["continued"] = steps
+        finished: list[int] = []
+        engine._feed.submit(lambda: (time.sleep(0.3), finished.append(1)))
         engine.close()
+        found["background finished"] = finished == [1]
         engine.close()
         found["closed"] = said(lambda: next(iter(engine)))
+
+        with fresh(
+            global_batch=4, steps=5, stop_asked=lambda: world.rank == 1 and engine.next_step == 1
+        ) as engine:
+            found["stopped"] = [run_step(step, engine).step for step in engine], engine.stopped
 
         with fresh(global_batch=4, steps=1) as engine:
             step = next(iter(engine))
@@ -137,6 +145,8 @@ def test_misuse_is_a_sentence_on_every_rank() -> None:
         assert found["unchanged"]
         assert found["next step"] == 1
         assert found["continued"] == [1, 2]
+        assert found["background finished"]
+        assert found["stopped"] == ([0, 1], True)  # after step 1, in which rank 1 was asked to
         assert math.isfinite(found["grad norm"])
         assert "the engine was closed" in found["closed"]
         assert found["no backward"].startswith("RunError: step 0 ends with ")

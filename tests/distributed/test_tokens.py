@@ -93,7 +93,7 @@ def one_step(
     return float(step.loss_sum) / step.supervised_tokens, supervised, grads
 
 
-def check_gradients(by_rank: Sequence[tuple[float, int, Grads]], dataset: Any, band: float) -> None:
+def assert_as_one_process(by_rank: Sequence[tuple[float, int, Grads]], dataset: Any, band: float) -> None:
     """Hold the loss, and every gradient on every rank, against one process."""
     model = tiny_model()
     expected_loss = reference_step(model, dataset, range(len(dataset)))
@@ -138,9 +138,9 @@ def test_masked_ranks_recomputation_and_idle_ranks() -> None:
     masked = [found["first eighth"] for found in by_rank]
     assert [supervised for _, supervised, _ in masked] == [19, 0, 0, 0]
     assert [share > 0 for share, _, _ in masked] == [True, False, False, False]
-    check_gradients(masked, FirstEighth(), 1e-5)
+    assert_as_one_process(masked, FirstEighth(), 1e-5)
     for name in ("checkpointing", "idle, ddp", "idle, fsdp2"):
-        check_gradients([found[name] for found in by_rank], ListDataset(PACKS[0]), 1e-5)
+        assert_as_one_process([found[name] for found in by_rank], ListDataset(PACKS[0]), 1e-5)
     assert [by_rank[rank]["idle, ddp"][:2] for rank in (1, 3)] == [(0.0, 0), (0.0, 0)]
 
 
@@ -326,4 +326,4 @@ def test_bf16_stays_within_its_band() -> None:
     for number, kind in enumerate(("fsdp2", "ddp")):
         band = BF16_BAND * worst_of_one_process_in_bf16(kind)
         assert band < 0.05
-        check_gradients([found[number] for found in by_rank], ListDataset(PACKS[0]), band)
+        assert_as_one_process([found[number] for found in by_rank], ListDataset(PACKS[0]), band)

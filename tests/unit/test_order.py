@@ -1,4 +1,4 @@
-"""Sample order: a function of seed and step only (D26, D59)."""
+"""Sample order and random numbers: functions of seed, step and rank only (D26, D59)."""
 
 import subprocess
 import sys
@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcp.core.errors import ConfigError
+from flexcp.runtime.engine import step_seed
 from flexcp.runtime.order import batch_indices, epoch_order, require_same_order
 from flexcp.runtime.settings import data_name
 
@@ -58,6 +59,13 @@ def test_seed_and_epoch_change_the_order():
     assert base != epoch_order(100, 1, 0).tolist()
     assert base != epoch_order(100, 0, 1).tolist()
     assert epoch_order(100, 1, 0).tolist() != epoch_order(100, 0, 1).tolist()
+
+
+def test_every_step_of_every_rank_draws_its_own_random_numbers():
+    """Of every seed others; the literal pins those of runs that resume."""
+    seeds = [step_seed(seed, step, rank) for seed in range(3) for step in range(4) for rank in range(5)]
+    assert len(set(seeds)) == 3 * 4 * 5
+    assert step_seed(42, 3, 1) == 5_430_396_998_017_525_854
 
 
 def test_the_cached_order_cannot_be_changed_by_a_caller():

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from flexcp.core.errors import DataError, FlexCPError, RankFailedError
+from flexcp.runtime import rank_process
 from flexcp.runtime.collectives import peers_in_reach
-from flexcp.runtime.rank_process import result_of
+from flexcp.runtime.rank_process import result_of, watch
 
 
 def caused(cause: Exception | None) -> FlexCPError:
@@ -45,3 +49,20 @@ def test_a_collective_that_runs_out_of_memory_has_lost_nobody(error: RuntimeErro
         raise error
 
     assert caught.value is error
+
+
+def test_of_a_pause_of_the_launcher_one_second_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever stopped it for an hour stopped its ranks as well: they are not to blame."""
+    now_s, naps_s, looks_s = [0.0], [0.5, 3600.0, 0.25], list[float]()
+    rank: Any = SimpleNamespace(done=False, failed=False, pipe=None, process=SimpleNamespace(sentinel=None))
+    rank.collect, rank.look = lambda: None, looks_s.append
+
+    def nap(waitables: Any, timeout: float) -> None:
+        now_s[0] += naps_s.pop(0)
+        rank.done = not naps_s
+
+    monkeypatch.setattr(rank_process, "wait", nap)
+    monkeypatch.setattr(rank_process, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    watch([rank], None)
+
+    assert looks_s == [0.5, 1.0, 0.25]

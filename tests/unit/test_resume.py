@@ -215,6 +215,28 @@ def test_a_checkpoint_stands_until_its_successor_does(world: World, tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
+def test_the_last_checkpoint_stands_until_the_next_one_does(world: World, tmp_path: Path) -> None:
+    """Room for one only, and a disk that is full in the middle of the second."""
+    save(tmp_path, 1, mark=1, keep=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints_module, "save", lambda *_, **__: (_ for _ in ()).throw(OSError("full")))
+        with pytest.raises(CheckpointError, match="of step 2 could not be written: rank 0: OSError: full"):
+            save(tmp_path, 2, mark=2, keep=1)
+
+    assert [read_state(path)["mark"] for path in checkpoints(tmp_path)] == [1]
+    save(tmp_path, 2, mark=3, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint(world: World, tmp_path: Path) -> None:
+    for step in (9, 10, 11):
+        save(tmp_path / "checkpoints", step, mark=step, keep=3)
+    newest = trainer.checkpoint_to_resume(tmp_path, resume=True)
+
+    assert newest is not None
+    assert newest.name == "step-00000011"
+
+
 def test_a_removal_that_is_cut_short_leaves_no_checkpoint(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
