@@ -121,12 +121,12 @@ def checkpoint_names(folder: Path) -> list[str]:
 def test_sigterm_saves_and_exits_0(tmp_path: Path) -> None:
     """Sent to the launcher, heeded by all ranks at the end of the same step; the run can go on."""
     config = write_toml(tmp_path, run__steps=100_000, parallel__tokens_per_rank=700)
-    run = run_flexcp(str(config), "--nproc", "2")
-    wait_for_steps(tmp_path / "run", 2, run)
-    ranks = children_of(run.pid)
-    assert len(ranks) == 2
-    run.send_signal(signal.SIGTERM)
-    output, errors = run.communicate(timeout=WAIT_S)
+    with run_flexcp(str(config), "--nproc", "2") as run:
+        wait_for_steps(tmp_path / "run", 2, run)
+        ranks = children_of(run.pid)
+        assert len(ranks) == 2
+        run.send_signal(signal.SIGTERM)
+        output, errors = run.communicate(timeout=WAIT_S)
 
     done = max(losses(tmp_path / "run")) + 1
     assert run.returncode == 0, errors
@@ -140,10 +140,10 @@ def test_a_lost_rank_is_left_behind(tmp_path: Path) -> None:
     config = write_toml(
         tmp_path, run__steps=40, run__checkpoint_every=2, run__timeout_s=120, parallel__tokens_per_rank=700
     )
-    run = run_flexcp(str(config), "--nproc", "3", "--quiet", "--elastic")
-    wait_for_steps(tmp_path / "run", 3, run)
-    os.kill(children_of(run.pid)[2], signal.SIGKILL)
-    _, errors = run.communicate(timeout=2 * WAIT_S)
+    with run_flexcp(str(config), "--nproc", "3", "--quiet", "--elastic") as run:
+        wait_for_steps(tmp_path / "run", 3, run)
+        os.kill(children_of(run.pid)[2], signal.SIGKILL)
+        _, errors = run.communicate(timeout=2 * WAIT_S)
 
     assert run.returncode == 0, errors
     assert f"rank 2 on {socket.gethostname()}, in step " in errors

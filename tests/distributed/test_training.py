@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -142,10 +144,15 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
         assert steps == [2, 3]
 
 
-def run_flexcp(*arguments: str, **options: Any) -> subprocess.Popen[str]:
-    """The command line, as a user starts it."""
+@contextmanager
+def run_flexcp(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """The command line, as a user starts it; it does not outlive the block, and its ranks end with it."""
     command = [sys.executable, "-m", "flexcp", "train", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        try:
+            yield run
+        finally:
+            run.kill()
 
 
 def write_toml(folder: Path, **changes: Any) -> Path:
@@ -162,18 +169,18 @@ def write_toml(folder: Path, **changes: Any) -> Path:
 def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
     """All other ranks end within 60 s and the message names the rank that was killed."""
     config = write_toml(tmp_path, run__steps=100_000)
-    run = run_flexcp(str(config), "--nproc", "3", "--quiet")
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    end_s = time.monotonic() + 60
-    while not (metrics.exists() and metrics.read_text().count("\n") > 2):
-        assert time.monotonic() < end_s, "training did not start"
-        assert run.poll() is None, run.communicate()[1]
-        time.sleep(0.2)
-    ranks = children_of(run.pid)
-    assert len(ranks) == 3
-    killed_s = time.monotonic()
-    os.kill(ranks[1], signal.SIGKILL)
-    _, errors = run.communicate(timeout=60)
+    with run_flexcp(str(config), "--nproc", "3", "--quiet") as run:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        end_s = time.monotonic() + 60
+        while not (metrics.exists() and metrics.read_text().count("\n") > 2):
+            assert time.monotonic() < end_s, "training did not start"
+            assert run.poll() is None, run.communicate()[1]
+            time.sleep(0.2)
+        ranks = children_of(run.pid)
+        assert len(ranks) == 3
+        killed_s = time.monotonic()
+        os.kill(ranks[1], signal.SIGKILL)
+        _, errors = run.communicate(timeout=60)
 
     assert time.monotonic() - killed_s < 60
     assert run.returncode == 1
@@ -185,13 +192,11 @@ def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_launcher_leaves_no_rank_behind(tmp_path: Path, how: signal.Signals) -> None:
     """Ranks whose parent is gone end by themselves."""
-    run = run_flexcp(str(write_toml(tmp_path, run__steps=100_000)), "--nproc", "2", "--quiet")
-    ranks = wait_for_ranks(run, 2)
-    run.send_signal(how)
-    run.wait(timeout=30)
-    for pipe in (run.stdout, run.stderr):
-        assert pipe is not None
-        pipe.close()
+    config = write_toml(tmp_path, run__steps=100_000)
+    with run_flexcp(str(config), "--nproc", "2", "--quiet") as run:
+        ranks = wait_for_ranks(run, 2)
+        run.send_signal(how)
+        run.wait(timeout=30)
     end_s = time.monotonic() + 60  # a rank first looks when it has imported torch
     while any(is_running(pid) for pid in ranks):
         assert time.monotonic() < end_s, "a rank lives on"
@@ -259,8 +264,8 @@ def test_bad_input_is_one_line_of_cause_and_one_of_remedy(
     tmp_path: Path, changes: dict[str, Any], cause: str, remedy: str
 ) -> None:
     """Exit code 2, no traceback, and every rank gone."""
-    run = run_flexcp(str(write_toml(tmp_path, **changes)), "--nproc", "2", "--quiet")
-    _, errors = run.communicate(timeout=60)
+    with run_flexcp(str(write_toml(tmp_path, **changes)), "--nproc", "2", "--quiet") as run:
+        _, errors = run.communicate(timeout=60)
 
     assert run.returncode == 2, errors
     assert cause in errors

@@ -23,12 +23,14 @@ SHAPE = ModelShape("tiny", 2, 32, 4, 2, 8, 48, 97)
 PLANNER = Planner(Cluster(2, 48), cost_model(SHAPE, hardware("cpu")))
 
 
+def model_of(*shape: int, value: float = 0.5) -> Any:
+    """One parameter."""
+    return torch.nn.ParameterList([torch.full(shape, value)])
+
+
 def engine(**changes: Any) -> Any:
     """As much of an engine as is compared; every call makes everything anew, as every rank does."""
-    model = torch.nn.Linear(2, 3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.5)
+    model = model_of(2, 3)
     own: dict[str, Any] = {
         "planner": replace(PLANNER),
         "dataset": ListDataset([5, 9, 7]),
@@ -44,15 +46,6 @@ def engine(**changes: Any) -> Any:
     return SimpleNamespace(**own, sharding=Replicated(own["model"]))
 
 
-def shape_only() -> Any:
-    """The same numbers in another shape."""
-    model = torch.nn.Linear(3, 2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.5)
-    return model
-
-
 @pytest.mark.parametrize(
     ("argument", "value", "names"),
     [
@@ -66,8 +59,8 @@ def shape_only() -> Any:
         ("clip_norm", None, {"clip_norm"}),
         ("on_bad_loss", "skip", {"on_bad_loss"}),
         ("learn_costs", True, {"learn_costs"}),
-        ("model", torch.nn.Linear(2, 3), {"weights of the model"}),
-        ("model", shape_only(), {"parameter shapes", "weights of the model"}),
+        ("model", model_of(2, 3, value=0.25), {"weights of the model"}),
+        ("model", model_of(3, 2), {"parameter shapes"}),
     ],
 )
 def test_another_argument_is_another_setting(argument: str, value: Any, names: set[str]) -> None:
