@@ -51,8 +51,8 @@ def test_a_collective_that_runs_out_of_memory_has_lost_nobody(error: RuntimeErro
     assert caught.value is error
 
 
-def test_of_a_pause_of_the_launcher_one_second_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever stopped it for an hour stopped its ranks as well: they are not to blame."""
+def test_every_look_knows_how_long_ago_the_last_one_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the launcher itself was stopped in between; what to make of that, `look` decides."""
     now_s, naps_s, looks_s = [0.0], [0.5, 3600.0, 0.25], list[float]()
     rank: Any = SimpleNamespace(done=False, failed=False, pipe=None, process=SimpleNamespace(sentinel=None))
     rank.collect, rank.look = lambda: None, looks_s.append
@@ -65,4 +65,4 @@ def test_of_a_pause_of_the_launcher_one_second_counts(monkeypatch: pytest.Monkey
     monkeypatch.setattr(rank_process, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     watch([rank], None)
 
-    assert looks_s == [0.5, 1.0, 0.25]
+    assert looks_s == [0.5, 3600.0, 0.25]

@@ -228,6 +228,29 @@ def test_the_last_checkpoint_stands_until_the_next_one_does(world: World, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (None, "is not a FlexCP checkpoint ([Errno 2] No such file"),
+        ("{", "is not a FlexCP checkpoint (Expecting property name"),
+        ("[1]", "is not a FlexCP checkpoint (list indices"),
+        ('{"step": 4}', "is not a FlexCP checkpoint ('schema')"),
+        ('{"schema": "flexcp.checkpoint/1", "step": "x"}', "is not a FlexCP checkpoint (invalid literal"),
+        (
+            '{"schema": "flexcp.checkpoint/2", "step": 4}',
+            "has schema 'flexcp.checkpoint/2'; this version reads 'flexcp.checkpoint/1'",
+        ),
+    ],
+)
+def test_what_is_no_checkpoint_of_this_version_is_named(tmp_path: Path, text: str | None, cause: str) -> None:
+    if text is not None:
+        (tmp_path / "flexcp.json").write_text(text)
+    with pytest.raises(CheckpointError) as caught:
+        read_state(tmp_path)
+
+    assert caught.value.cause.startswith(f"{tmp_path} {cause}")
+
+
 def test_a_run_goes_on_from_its_newest_checkpoint(world: World, tmp_path: Path) -> None:
     for step in (9, 10, 11):
         save(tmp_path / "checkpoints", step, mark=step, keep=3)
