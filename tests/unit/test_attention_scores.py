@@ -23,6 +23,7 @@ from flexcp.core.errors import InputError
 from flexcp.core.layout import Layout, make_layout
 from flexcp.core.plan import EXCHANGE_KINDS, ExchangeKind
 from flexcp.core.sample import Sample
+from flexcp.profiler.alone import AloneTransport
 
 PACK = (Sample(0, 37), Sample(1, 5), Sample(2, 1), Sample(3, 29, spans=((4, 11), (20, 23))), Sample(4, 18))
 HEADS, KV_HEADS = 12, 6  # which 2, 3 and 6 ranks can share
@@ -116,3 +117,20 @@ def test_wrong_options_are_refused() -> None:
     assert refused(kernel=kernel, softcap=1.0) == (
         "a kernel and a softcap are both given\nGive a kernel that caps, or the softcap."
     )
+
+
+@pytest.mark.parametrize("kind", EXCHANGE_KINDS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_autocast_does_not_reach_into_kernels(options: dict[str, Any], kind: ExchangeKind) -> None:
+    """It would round the scores of those that form them, and in the forward pass alone."""
+    layout = make_layout(PACK, 3, 0)
+    tensors = random_qkv(layout.rows(0), HEADS, KV_HEADS, 16, torch.bfloat16)
+    given = {name: value.float() if name == "sinks" else value for name, value in options.items()}
+    found = []
+    for enabled in (False, True):
+        leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = group_attention(*leaves, layout, AloneTransport().exchange(range(3), kind), **given)
+        found.append([out, *torch.autograd.grad(out, leaves, tensors[3])])
+    for plain, cast in zip(*found, strict=True):
+        assert torch.equal(plain, cast)

@@ -161,7 +161,9 @@ class _GroupAttention(torch.autograd.Function):
         sinks: Tensor | None,
     ) -> Tensor:
         inputs = (_rowwise(q), _rowwise(k), _rowwise(v))
-        out, saved = _METHODS[exchange.kind].forward(*inputs, layout, exchange, kernel, scale, sinks)
+        # Kernels choose their own dtypes; autocast would round the scores of those that form them.
+        with torch.autocast(q.device.type, enabled=False):
+            out, saved = _METHODS[exchange.kind].forward(*inputs, layout, exchange, kernel, scale, sinks)
         ctx.save_for_backward(sinks, *saved)
         ctx.layout, ctx.exchange, ctx.kernel, ctx.scale = layout, exchange, kernel, scale
         return out
