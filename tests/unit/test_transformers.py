@@ -307,7 +307,6 @@ def test_configs_that_would_come_out_wrong_are_refused(
         ({"is_causal": False, "alibi": 50}, "alibi=50, is_causal=False"),
         ({"cu_seq_lens_q": torch.zeros(3), "max_length_q": 9}, "cu_seq_lens_q=a tensor, max_length_q=9"),
         ({"is_causal": False}, "is_causal=False"),
-        ({"attention_mask": torch.zeros(1, 1, 24, 24)}, "attention_mask"),
     ],
 )
 def test_options_are_refused_and_never_dropped(
@@ -326,16 +325,23 @@ def test_options_are_refused_and_never_dropped(
         model(**inputs, is_causal=True, alibi=None)  # which asks for nothing
 
 
-def test_a_mask_of_padding_is_refused(inputs: dict[str, Any]) -> None:
-    """D48: transformers would drop it for an attention that it does not know."""
-    model = tiny_model()
-    with enable(model), pytest.raises(UnsupportedError) as caught:
-        model(**inputs, attention_mask=torch.ones(1, sum(LENGTHS)))
-
-    assert str(caught.value) == (
-        "the model was called with an attention_mask, which FlexCP attention does not compute\n"
-        "Leave it out: packs have no padding, and who attends to whom is in the plan."
-    )
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("mask", [torch.ones(1, sum(LENGTHS)), torch.zeros(1, 1, 24, 24)])
+def test_a_mask_is_refused(family: str, mask: torch.Tensor, inputs: dict[str, Any]) -> None:
+    """D48: transformers drops one of padding for an attention that it does not know. Also by position."""
+    model = tiny_model(family)
+    others = {name: value for name, value in inputs.items() if name != "input_ids"}
+    with enable(model):
+        for call in (
+            lambda: model(**inputs, attention_mask=mask),
+            lambda: model(inputs["input_ids"], mask, **others),
+        ):
+            with pytest.raises(UnsupportedError) as caught:
+                call()
+            assert str(caught.value) == (
+                "the model was called with an attention_mask, which FlexCP attention does not compute\n"
+                "Leave it out: packs have no padding, and who attends to whom is in the plan."
+            )
     model(input_ids=inputs["input_ids"], attention_mask=torch.ones(1, sum(LENGTHS)))  # outside: as ever
 
 

@@ -89,15 +89,23 @@ def flexcp_mask(
 ) -> Tensor | None:
     """The mask that transformers asks for before the layers: none, or the number of rows of a window.
 
-    A layer may not say its window in its call and lean on the mask instead, so the mask must carry it. One
-    that was given is refused: transformers would drop a mask of padded tokens in silence.
+    A layer may not say its window in its call and lean on the mask instead, so the mask must carry it.
     """
-    if attention_mask is not None:
+    require_no_mask(attention_mask)
+    return None if local_size is None else torch.tensor(local_size)
+
+
+def require_no_mask(given: Any) -> None:
+    """Transformers would drop a mask of padded tokens in silence.
+
+    Raises:
+        UnsupportedError: there is a mask.
+    """
+    if given is not None:
         raise UnsupportedError(
             "the model was called with an attention_mask, which FlexCP attention does not compute",
             "Leave it out: packs have no padding, and who attends to whom is in the plan.",
         )
-    return None if local_size is None else torch.tensor(local_size)
 
 
 def _window(module: nn.Module, mask: Tensor | None, said: int | None) -> int | None:

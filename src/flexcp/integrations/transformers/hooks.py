@@ -6,6 +6,7 @@ loss that is merely a bit worse. So each call is looked at before it, and its at
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from types import TracebackType
 from typing import Any
@@ -15,14 +16,16 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from flexcp.core.errors import UnsupportedError
-from flexcp.integrations.transformers.attention import flexcp_attention, flexcp_mask
+from flexcp.integrations.transformers.attention import flexcp_attention, flexcp_mask, require_no_mask
 from flexcp.integrations.transformers.config import check_supported, text_config
 from flexcp.integrations.transformers.encoders import family_of
 from flexcp.integrations.transformers.routing import balance_loss_sum
 from flexcp.integrations.transformers.vision import require_encoder_outputs, vision_inputs
 from flexcp.runtime.batches import TaskContext
 
-NAME = "flexcp"
+# What is registered as an attention. Under the first name transformers makes no masks: to make one it asks an
+# accelerator whether rows are packed, and the host waits for the answer. Models with windows need them.
+NAME, WINDOWED = "flexcp", "flexcp_windowed"
 
 _LAYERS = ("layers", "layer", "blocks")  # how models call them
 _IMAGES = "Leave them to the data set: what its samples hold is encoded and cut inside model(**micro.inputs)."
@@ -53,19 +56,21 @@ class Enabled:
         self._config = text_config(inner.config)
         self._calls_before = 0
         self._selected = _selection(inner.config)
-        AttentionInterface.register(NAME, flexcp_attention)
-        AttentionMaskInterface.register(NAME, flexcp_mask)
+        name = NAME if getattr(self._config, "sliding_window", None) is None else WINDOWED
+        AttentionInterface.register(name, flexcp_attention)
+        AttentionMaskInterface.register(WINDOWED, flexcp_mask)
         self._family = family_of(inner.config)
         if self._family is not None:
             require_encoder_outputs(inner)
         # An encoder attends within its images, by attention of its own.
-        inner.set_attn_implementation(NAME if self._family is None else {"text_config": NAME})
-        if self._config._attn_implementation != NAME:
+        inner.set_attn_implementation(name if self._family is None else {"text_config": name})
+        if self._config._attn_implementation != name:
             inner.set_attn_implementation(self._selected)
             raise UnsupportedError(
                 f"{type(inner).__name__} does not take its attention from the registry of transformers",
                 "Models written before that registry cannot be used.",
             )
+        self._parameters = tuple(inspect.signature(inner.forward).parameters)
         self._hooks = [
             inner.register_forward_pre_hook(self._before, with_kwargs=True),
             inner.register_forward_hook(self._after, with_kwargs=True),
@@ -98,6 +103,8 @@ class Enabled:
         if not isinstance(context, TaskContext):
             return None  # attention refuses, by the name of its layer
         self._calls_before = context.calls
+        given = dict(zip(self._parameters, positional, strict=False)) | keywords
+        require_no_mask(given.get("attention_mask"))
         for name, remedy in _REFUSED.items():
             value = keywords.get(name)
             if value is not None and value is not False and not (isinstance(value, int) and value == 0):
@@ -148,7 +155,7 @@ def enable(model: nn.Module) -> Enabled:
                                         disable(model)
 
     The model is called as `model(**micro.inputs)`; afterwards it is what it was before. Nothing is patched:
-    the name `flexcp` stays in transformers' registries, where it harms nobody.
+    its names stay in transformers' registries, where they harm nobody.
 
     Args:
         model: a `PreTrainedModel`, bare or inside DistributedDataParallel, FSDP2, torch.compile or PEFT.
