@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -487,3 +488,27 @@ def test_a_late_plan_is_waited_for_with_a_notice(by_rank: list[dict[str, Any]]) 
         waits = {"plan": reports[late].plan_wait_s, "data": reports[late].data_wait_s}
         assert waits[what] > 0.4
         assert reports[late].exposed_s >= waits[what]
+
+
+def devices_of_the_thread(world: Any) -> list[tuple[torch.device, str]]:
+    """Devices that threads chose, and which threads."""
+    from flexcp.runtime import feed as module
+    from flexcp.runtime.transport import Transport
+
+    chosen: list[tuple[torch.device, str]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            module.torch.accelerator,
+            "set_device_index",
+            lambda device: chosen.append((device, threading.current_thread().name)),
+        )
+        for device in (torch.device("cpu"), torch.device("cuda", 3)):
+            feed = module.Feed(make_planner(1), Transport(), device, print, 30.0)
+            feed.submit(lambda: None).result()
+            feed.close()
+    return chosen
+
+
+def test_the_background_stays_on_the_device_of_its_rank() -> None:
+    """A new thread is on the first device, where data sets that use one would allocate for all ranks."""
+    assert run_ranks(devices_of_the_thread, 1) == [[(torch.device("cuda", 3), "flexcp-feed_0")]]

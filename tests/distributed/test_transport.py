@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -137,6 +140,36 @@ def test_messages_pass_through_the_host_where_the_backend_wants_them_there() -> 
         assert staged[1][0] == staged[1][2]  # the places in host memory are used again, too
         assert any(name.startswith("host ") for name in staged[3])
         assert not any(name.startswith("host ") for name in direct[3])
+
+
+def options_of_groups(world: Any) -> list[Any]:
+    """What groups are made with: over gloo, and if torch said that it were NCCL."""
+    from flexcp.runtime import transport as module
+
+    class Options:
+        def __init__(self, *, is_high_priority_stream: bool) -> None:
+            self.goes_first = is_high_priority_stream
+            self._timeout: Any = None
+
+    made: list[Any] = []
+    new_group = dist.new_group
+
+    def noted(ranks: list[int], *, timeout: Any, pg_options: Any) -> Any:
+        made.append((timeout.total_seconds(), pg_options and (pg_options.goes_first, pg_options._timeout)))
+        return new_group(ranks, timeout=timeout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", noted)
+        module.Transport(30.0)
+        patch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+        patch.setattr(dist, "get_backend", lambda group=None: "nccl" if group is None else "gloo")
+        module.Transport(40.0)
+    return made
+
+
+def test_messages_go_first_on_nccl() -> None:
+    """A kernel that fills the device would hold them back. The timeout is the group's, or torch warns."""
+    assert run_ranks(options_of_groups, 1) == [[(30.0, None), (40.0, (True, timedelta(seconds=40)))]]
 
 
 def untouched_words(world: Any) -> list[int]:

@@ -177,6 +177,42 @@ def test_ranks_share_a_device_only_when_told_to(monkeypatch: pytest.MonkeyPatch)
         launch_module._device(1, share_devices=False)
 
 
+@pytest.mark.parametrize(
+    ("kind", "share", "backend", "bound", "device"),
+    [
+        ("cuda", False, "nccl", "cuda:0", "cuda:0"),
+        ("cuda", True, "gloo", None, "cuda:0"),
+        ("xpu", False, "xccl", None, "xpu:0"),  # no gloo group can be made beside one bound to such a device
+        ("mps", False, "gloo", None, "cpu"),  # ranks of a Mac cannot talk on its GPU
+    ],
+)
+def test_the_backend_is_that_of_the_device(
+    kind: str,
+    share: bool,
+    backend: str,
+    bound: str | None,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """NCCL alone is told its device, and connects at once."""
+    asked: list[Any] = []
+    for name, answer in {
+        "is_available": True,
+        "current_accelerator": torch.device(kind),
+        "device_count": 1,
+    }.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda name, **options: asked.append((name, options)))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+
+    with launch_module.joined_world(rendezvous=tmp_path / "store", share_devices=share) as world:
+        [(name, options)] = asked
+    assert (name, str(world.device)) == (backend, device)
+    assert (options["device_id"] and str(options["device_id"])) == bound
+
+
 def first_rank_work(world: Any) -> list[str]:
     said = [str(on_first_rank(lambda: f"from rank {world.rank}", "a test"))]
     cases = [DataError("no sample", "Look."), ValueError("odd"), DataError("é" * 5000, "Ü" * 5000)]

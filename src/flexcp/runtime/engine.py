@@ -298,9 +298,12 @@ class Engine:
         self._feed.close(wait)
 
     def end_wave(self) -> None:
-        """Wait for all ranks, where plans are of mode lockstep; the step calls it."""
+        """Wait for all ranks, where plans are of mode lockstep; the step calls it.
+
+        By a sum and not by a barrier, for which NCCL lets the host wait as well.
+        """
         with peers_in_reach("the end of a wave"):
-            dist.barrier(self._waves)
+            dist.all_reduce(torch.zeros(1, device=collective_device(self._waves)), group=self._waves)
 
     def record(self, name: str, start_s: float, end_s: float, step: int, **detail: Any) -> None:
         """Write a span of one's own to the trace; times are `time.perf_counter` readings."""

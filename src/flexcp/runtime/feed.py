@@ -88,7 +88,7 @@ class Feed:
         self.notify = notify
         self._transport = transport
         self._pinned = device.type != "cpu"
-        self._thread = ThreadPoolExecutor(1, "flexcp-feed")
+        self._thread = ThreadPoolExecutor(1, "flexcp-feed", initializer=_stay_on, initargs=(device,))
 
     def ahead(
         self, source: Source, step: int, what: str = "step", planner_of: PlannerOf | None = None
@@ -144,6 +144,12 @@ class Feed:
         if self._planning is not None:
             self._planning.close()
         self._thread.shutdown(wait)
+
+
+def _stay_on(device: torch.device) -> None:
+    """A thread begins on the first device, where a data set's own code would allocate, for every rank."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
 
 
 class Ahead:

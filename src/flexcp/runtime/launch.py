@@ -96,21 +96,32 @@ def joined_world(
         store = store_of_this_start(shared, rank, size, timeout_s)
     device = _device(local_rank, share_devices=share_devices)
     over_host = device.type == "cpu" or share_devices
-    backend = "gloo" if over_host else None  # None: torch picks by device (NCCL, HCCL, …)
     dist.init_process_group(
-        backend,
+        "gloo" if over_host else _backend(device),
         store=store,
         rank=rank,
         world_size=size,
         timeout=timeout,
-        device_id=None if over_host else device,
+        # Has NCCL connect at once. On other devices it does nothing, but stands in the way of gloo groups.
+        device_id=device if device.type == "cuda" and not over_host else None,
     )
     yield World(rank, size, local_size, device)
     dist.destroy_process_group()  # after an error it could wait for a peer that is gone
 
 
+def has_accelerators() -> bool:
+    """Whether ranks compute on accelerators here: such as can talk to each other, so not the GPU of a Mac."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return kind is not None and _backend(kind) != "gloo"
+
+
+def _backend(device: torch.device) -> str:
+    """NCCL, HCCL, …; gloo where nothing else is registered."""
+    return dist.Backend.default_device_backend_map.get(device.type, "gloo")
+
+
 def _device(local_rank: int, *, share_devices: bool) -> torch.device:
-    if not torch.accelerator.is_available():
+    if not has_accelerators():
         return torch.device("cpu")
     kind = torch.accelerator.current_accelerator()
     count = torch.accelerator.device_count()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from flexcp.attention.exchange import FORTH, Buffers, Message, Swap
 from flexcp.core.errors import DisagreementError, RankFailedError
 from flexcp.core.plan import ExchangeKind
 from flexcp.runtime.collectives import collective_device
-from flexcp.runtime.launch import DEFAULT_TIMEOUT_S
+from flexcp.runtime.launch import DEFAULT_TIMEOUT_S, has_accelerators
 
 
 class Transport:
@@ -54,9 +55,9 @@ class Transport:
         ranks_per_node: int | None = None,
         columns: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        process = dist.get_rank()
+        process, timeout = dist.get_rank(), timedelta(seconds=timeout_s)
         for column in columns or [range(dist.get_world_size())]:  # all processes make all groups
-            group = dist.new_group(list(column), timeout=timedelta(seconds=timeout_s))
+            group = dist.new_group(list(column), timeout=timeout, pg_options=_options(timeout))
             if process in column:
                 self.group, self.members = group, tuple(column)
         self.rank = self.members.index(process)
@@ -65,7 +66,7 @@ class Transport:
         # read the length there would stall the accelerator.
         self.checks_lengths = dist.get_backend(self.group) == "gloo"
         # gloo sends from the host alone: where ranks share a device, or NCCL is missing, messages pass there.
-        self.stages = self.checks_lengths and torch.accelerator.is_available()
+        self.stages = self.checks_lengths and has_accelerators()
         dist.barrier(self.group)
         ranks = len(self.members)
         self.met = likely_peers(self.rank, ranks, ranks_per_node or ranks)
@@ -90,6 +91,19 @@ class Transport:
         hello = {peer: Message.zeros((1,), torch.int64, device) for peer in self.met}
         heard = {peer: Message.zeros((1,), torch.int64, device) for peer in self.met}
         Swap(self.exchange(ranks), hello, heard, largest_bytes=8).wait()
+
+
+def _options(timeout: timedelta) -> Any:
+    """Of the group: NCCL sends from a stream that goes first. Other backends have none.
+
+    A kernel that fills the device lets no other in before its own last blocks, unless that one has priority:
+    messages would travel after the computation that they should travel beside.
+    """
+    if dist.get_backend() != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # torch takes that of the group, and warns where they differ
+    return options
 
 
 def likely_peers(rank: int, ranks: int, ranks_per_node: int) -> tuple[int, ...]:
