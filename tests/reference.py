@@ -269,16 +269,20 @@ def attend_in_group(
     layout: Layout,
     kernel: Kernel | None = None,
     kind: ExchangeKind = "ring",
+    stored: Callable[[Tensor], Tensor] = torch.clone,
 ) -> Attended:
-    """Scatter, run every member forward and backward by one exchange, gather."""
+    """Scatter, run every member forward and backward by one exchange, gather.
+
+    `stored` gives a shard of its own memory, in the layout that a model would hand over.
+    """
     shards = [scatter(x, layout) for x in (q, k, v, do)]
 
     def work(exchange: ThreadExchange) -> tuple[Tensor, ...]:
         *inputs, grad = (parts[exchange.member] for parts in shards)
-        leaves = [x.clone().requires_grad_() for x in inputs]
+        leaves = [stored(x).requires_grad_() for x in inputs]
         out = group_attention(*leaves, layout, exchange, kernel=kernel)
         forward = exchange.sent_bytes
-        grads = torch.autograd.grad(out, leaves, grad)
+        grads = torch.autograd.grad(out, leaves, stored(grad))
         sent = torch.tensor([forward, exchange.sent_bytes - forward])
         return (out.detach(), *grads, sent)
 

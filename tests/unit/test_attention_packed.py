@@ -7,7 +7,6 @@ operators: which rows go in which call, where sequences begin, what is done with
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterator
 from itertools import product
@@ -19,26 +18,14 @@ import torch
 from tests.reference import attend_densely, attend_in_group, random_qkv
 from torch import Tensor
 
-from flexcp.attention import kernel_for
-from flexcp.attention import kernels as table
+from flexcp.attention import group_attention
 from flexcp.attention.calls import Call, one_by_one, together
-from flexcp.attention.kernels import (
-    AscendKernel,
-    CpuKernel,
-    DenseKernel,
-    EfficientKernel,
-    FlashKernel,
-    Kernel,
-    ascend,
-    efficient,
-    flash,
-)
-from flexcp.attention.kernels.schema import mismatch
+from flexcp.attention.kernels import AscendKernel, EfficientKernel, FlashKernel, ascend, flash
 from flexcp.attention.masks import Tile, make_tiles
-from flexcp.attention.upload import upload
 from flexcp.core.layout import make_layout, windowed
 from flexcp.core.plan import ExchangeKind
 from flexcp.core.sample import Sample, samples_from_lengths
+from flexcp.profiler.alone import AloneTransport
 
 CPU = torch.device("cpu")
 PACKS = {
@@ -99,6 +86,14 @@ class Sequences:
         return torch.einsum("hqk,khd->qhd", dscores, keys), dk, dv
 
 
+def check_alignment(*tensors: Tensor) -> None:
+    """16 bytes are read at a time: heads of whole 16 bytes must begin at a multiple of them."""
+    for x in tensors:
+        if x.shape[-1] * x.element_size() % 16 == 0:
+            assert x.data_ptr() % 16 == 0
+            assert all(step * x.element_size() % 16 == 0 for step in x.stride()[:-1])
+
+
 @pytest.fixture
 def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sequences]:
     """torch's flash operators, on CPU, with what CUDA insists on; fp64 passes, to see the indices exactly."""
@@ -111,6 +106,7 @@ def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sequences]:
             assert cu.is_contiguous()
             assert longest == max(least, int(cu.diff().max()))  # of one query: another path, for decoding
         assert all(x.stride(-1) == 1 and x.dtype == tensors[0].dtype for x in tensors)
+        check_alignment(*tensors)
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, dropout: float,
@@ -164,6 +160,8 @@ def efficient_calls() -> Iterator[Sequences]:
     ) -> tuple[Any, ...]:  # fmt: skip
         assert q.shape[2] == k.shape[2] == v.shape[2], "grouped heads are refused"
         assert compute_lse
+        assert all(x.stride(-1) == 1 for x in (q, k, v))
+        check_alignment(q, k, v)
         told.calls += 1
         out, lse = told.forward(q[0], k[0], v[0], mask == 1, scale, bottom_right=mask == 2)
         padded = lse.new_full((1, len(lse), -(-q.shape[1] // 32) * 32), float("inf")).to(_lse_dtype(q))
@@ -178,6 +176,9 @@ def efficient_calls() -> Iterator[Sequences]:
     ) -> tuple[Tensor, ...]:  # fmt: skip
         assert (max_q, max_k) == (q.shape[1], k.shape[1])
         assert q.shape[2] == k.shape[2]
+        assert all(x.stride(-1) == 1 for x in (q, k, v))
+        assert out.is_contiguous()  # CUDA takes the step between its rows for granted
+        check_alignment(q, k, v)
         assert lse.shape == (1, q.shape[2], -(-max_q // 32) * 32)
         assert lse[..., max_q:].eq(float("inf")).all(), "rows beyond the last must weigh nothing"
         told.calls += 1
@@ -278,6 +279,36 @@ def test_narrow_dtypes_pass_through(operators: str, request: pytest.FixtureReque
     assert all(error <= 2e-2 for error in errors.values()), errors
 
 
+@pytest.mark.parametrize("kind", ["ring", "gather", "all-to-all"])
+@pytest.mark.parametrize("operators", KERNELS)
+def test_heads_first_tensors_give_the_same(
+    operators: str, kind: ExchangeKind, request: pytest.FixtureRequest
+) -> None:
+    """As models hand them over: views of [Hq, T, D]."""
+    request.getfixturevalue(operators)
+    kernel, layout = KERNELS[operators](), make_layout(PACKS["mixed"], 3, 20)
+    tensors = random_qkv(139, 6, 3, 8, torch.bfloat16)
+    same = attend_in_group(*tensors, layout, kernel, kind)
+    got = attend_in_group(
+        *tensors, layout, kernel, kind, stored=lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)
+    )
+    for name in ("out", "dq", "dk", "dv"):
+        assert torch.equal(getattr(got, name), getattr(same, name)), name
+
+
+@pytest.mark.parametrize("operators", KERNELS)
+def test_a_gradient_that_is_one_number_everywhere(operators: str, request: pytest.FixtureRequest) -> None:
+    """It has no step between its elements, and kernels want one of 1."""
+    request.getfixturevalue(operators)
+    layout = make_layout(PACKS["causal"], 1, 0)
+    *inputs, do = random_qkv(154)
+    leaves = [x.requires_grad_() for x in inputs]
+    out = group_attention(*leaves, layout, AloneTransport().exchange(range(1)), kernel=KERNELS[operators]())
+    got = torch.autograd.grad(out.sum(), leaves)
+    want = attend_densely(*inputs, torch.ones_like(do), layout.samples)
+    torch.testing.assert_close(got, (want.dq, want.dk, want.dv), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("degree", [1, 2, 3, 5, 8])
 def test_a_ring_step_of_causal_samples_is_one_call(degree: int) -> None:
     """However many samples: step 0 one causal call without a copy, later steps one full call each."""
@@ -343,64 +374,6 @@ def test_calls_are_made_once() -> None:
     assert together(tiles, CPU) is together((Tile(2, 4, 0, 4, False), Tile(5, 6, 4, 6, False)), CPU)
 
 
-def test_this_torch_has_the_operators_in_the_form_that_is_called() -> None:
-    """Schemas are registered in CPU builds too."""
-    assert [flash.why_not(), efficient.why_not()] == ["", ""]
-
-
-def test_an_operator_of_another_form_is_noticed() -> None:
-    assert mismatch("mm", ["self Tensor", "mat2 Tensor", "x int"]) == "aten::mm takes 2 arguments, not 3"
-    assert mismatch("mm", ["mat2 Tensor", "self Tensor"]) == "aten::mm takes self Tensor, not mat2 Tensor"
-    assert mismatch("add", ["self Tensor", "other Tensor"], ["beta"]) == "aten::add takes no beta"
-    assert mismatch("mm", ["self Tensor", "mat2 Tensor"], [], ["int"]) == "aten::mm returns ['Tensor']"
-    assert mismatch("no_such_operator", []) == "there is no aten::no_such_operator"
-
-
-def test_the_table_serves_cuda_by_dtype_and_width(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Flash where it can, efficient attention where heads are whole 16 bytes, else and in fp64 dense."""
-    device, capability = torch.device("cuda", 0), [(9, 0)]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
-
-    def served(dtype: torch.dtype, width: int) -> type[Kernel]:
-        kernel_for.cache_clear()
-        return type(kernel_for(device, dtype, width))
-
-    for dtype in (torch.bfloat16, torch.float16):
-        assert [served(dtype, width) for width in (64, 128, 256)] == [FlashKernel] * 3
-        assert [served(dtype, width) for width in (264, 320)] == [EfficientKernel] * 2
-        assert [served(dtype, width) for width in (7, 100, 260)] == [DenseKernel] * 3
-    assert [served(torch.float32, width) for width in (4, 100, 128, 300)] == [EfficientKernel] * 4
-    assert [served(torch.float32, width) for width in (7, 50)] == [DenseKernel] * 2
-    assert served(torch.float64, 128) is DenseKernel
-    capability[0] = (7, 5)
-    assert [served(dtype, 128) for dtype in (torch.float16, torch.float32)] == [EfficientKernel] * 2
-    assert served(torch.bfloat16, 128) is DenseKernel
-    entries = [(place, kernel, "aten::x wants y as well") for place, kernel, _ in table._TABLE]
-    monkeypatch.setattr(table, "_TABLE", entries)
-    with caplog.at_level(logging.WARNING):
-        assert served(torch.bfloat16, 128) is DenseKernel
-    assert "FlashKernel: aten::x wants y as well; EfficientKernel: aten::x wants y as well" in caplog.text
-    monkeypatch.undo()
-    kernel_for.cache_clear()
-    assert type(kernel_for(CPU, torch.bfloat16, 128)) is CpuKernel
-
-
-@pytest.mark.parametrize(("rows", "heads"), [(4, 4), (5, 2)])
-def test_torch_says_that_log_sum_exps_are_heads_first(rows: int, heads: int) -> None:
-    """By its own shape function for CUDA, which needs no device; 4 x 4 cannot be told by shape alone."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        q = torch.empty(rows, heads, 64, dtype=torch.bfloat16, device="cuda")
-        cu = torch.empty(2, dtype=torch.int32, device="cuda")
-        sequences = cu, cu, rows, rows, 0.0, True, False
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, q, q, *sequences, scale=0.1)
-    assert out.shape == q.shape
-    assert (lse.shape, lse.dtype) == ((heads, rows), torch.float32)
-
-
 def test_a_log_sum_exp_of_another_shape_is_refused(flash_calls: Sequences) -> None:
     """Rows first would be read as heads first, wherever the numbers happen to agree."""
     from flexcp.core.errors import UnsupportedError
@@ -418,20 +391,3 @@ def test_a_log_sum_exp_of_another_shape_is_refused(flash_calls: Sequences) -> No
         patch.setattr(flash.torch.ops, "aten", RowsFirst)
         with pytest.raises(UnsupportedError, match=r"a log-sum-exp \(6, 2\) for 6 rows and 2 heads"):
             FlashKernel().forward(q, k, v, True, 0.3)
-
-
-def test_tables_are_uploaded_without_a_wait_of_the_host() -> None:
-    """From pinned memory, and not waited for; on the CPU there is nothing to do."""
-
-    class Table:
-        pinned = False
-
-        def pin_memory(self) -> Table:
-            self.pinned = True
-            return self
-
-        def to(self, device: torch.device, *, non_blocking: bool = False) -> tuple[str, bool, bool]:
-            return device.type, self.pinned, non_blocking
-
-    assert upload(Table(), torch.device("cuda", 0)) == ("cuda", True, True)  # type: ignore[arg-type]
-    assert upload(Table(), CPU) == ("cpu", False, False)  # type: ignore[arg-type]
