@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 
-from tests.gpu.common import Place, Row, too_late
+from tests.gpu.common import Place, Row, attempt, release, too_late
 from tests.gpu.kernels import check_kernels
-from tests.gpu.profile import check_memory, check_profile
+from tests.gpu.profile import check_memory, check_profile, check_waits
 from tests.gpu.ranks import check_ranks
 from tests.gpu.ring import check_ring
 
+SECTIONS = ("kernels", "ranks", "ring", "waits", "profile", "memory")
 _LIMIT_S = 450.0  # nothing begins later, and ranks started before are ended
 _MARKS = {True: "ok", False: "FAILED", None: "-"}
 
@@ -39,14 +39,15 @@ def main(arguments: list[str]) -> int:
         (options.out / "tasks.csv").write_text(found.to_csv(), encoding="utf-8")
         return rows
 
-    sections: dict[str, Callable[[], list[Row]]] = {
+    sections: dict[str, Callable[[], Iterable[Row]]] = {
         "kernels": lambda: check_kernels(place),
         "ranks": lambda: check_ranks(place),
         "ring": lambda: check_ring(place),
+        "waits": lambda: check_waits(place),
         "profile": profile,
         "memory": lambda: check_memory(place),
     }
-    rows = _run({name: sections[name] for name in options.only or sections}, place, say)
+    rows = _run({name: sections[name] for name in options.only or SECTIONS}, place, say)
     say(_table(rows, device, options.out))
     return 1 if any(row.ok is False for row in rows) else 0
 
@@ -56,7 +57,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="accelerator", help="accelerator, or cpu")
     parser.add_argument("--quick", action="store_true", help="small sizes: does the script itself work")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu-check"), help="folder for what is written")
-    parser.add_argument("--only", nargs="*", help="names of sections: kernels ranks ring profile memory")
+    parser.add_argument("--only", nargs="*", choices=SECTIONS, help="sections; all of them if none is named")
     return parser.parse_args(arguments)
 
 
@@ -86,23 +87,30 @@ class _Log:
             file.write(text + "\n")
 
 
-def _run(sections: dict[str, Callable[[], list[Row]]], place: Place, say: _Log) -> list[Row]:
-    """All of them, whatever one of them raises."""
-    rows = []
+def _run(sections: dict[str, Callable[[], Iterable[Row]]], place: Place, say: _Log) -> list[Row]:
+    """All of them, whatever one of them raises; a row is in the log as soon as it is known."""
+    rows: list[Row] = []
     for name, section in sections.items():
         if not place.left_s:
             rows.append(too_late(name))
             continue
         say(f"[{say.spent_s:5.0f} s] {name}")
-        try:
-            found = section()
-        except Exception as error:
-            say(traceback.format_exc())
-            found = [Row(name, f"{type(error).__name__}: {error}".splitlines()[0][:90], ok=False)]
-        for row in found:
-            say(f"          {_MARKS[row.ok]:6}  {row.name}: {row.value}")
-        rows += found
+
+        def told(section: Callable[[], Iterable[Row]] = section) -> Iterable[Row]:
+            for row in section():
+                _tell(row, say)
+                rows.append(row)
+            return ()
+
+        for row in attempt(name, told):
+            _tell(row, say)
+            rows.append(row)
+        release(place.device)
     return rows
+
+
+def _tell(row: Row, say: _Log) -> None:
+    say(f"{row.trace}          {_MARKS[row.ok]:6}  {row.name}: {row.value}")
 
 
 def _table(rows: list[Row], device: torch.device, out: Path) -> str:

@@ -5,5 +5,5 @@
 # Needs no installation and no network: torch, numpy, scipy, transformers and pytest beside the sources.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-if [[ " $* " == *" --device cpu "* ]]; then export CUDA_VISIBLE_DEVICES=""; fi
+if [[ " $* " =~ " --device"[=\ ]"cpu " ]]; then export CUDA_VISIBLE_DEVICES=""; fi
 PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}" exec "${PYTHON:-python3}" -m tests.gpu.check "$@"

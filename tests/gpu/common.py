@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,11 +41,21 @@ class Place:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. `ok` is None for a number that is reported and not judged."""
+    """One line of the table, and a trace for the log. `ok` is None for what is reported and not judged."""
 
     name: str
     value: str
     ok: bool | None = None
+    trace: str = ""
+
+
+def attempt(name: str, work: Callable[[], Iterable[Row]]) -> list[Row]:
+    """The rows of a part; one that says why where it raises, so that all other parts run."""
+    try:
+        return list(work())
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".splitlines()[0][:90]
+        return [Row(name, text, ok=False, trace=traceback.format_exc())]
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
@@ -63,6 +74,12 @@ def seconds_of(work: Callable[[], Any], device: torch.device, repeats: int = 5) 
 def synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize()
+
+
+def release(device: torch.device) -> None:
+    """Give back what nothing holds any more: ranks that share the device come next."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
 
 
 def too_late(name: str) -> Row:

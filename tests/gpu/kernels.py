@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -22,7 +23,7 @@ from flexcp.attention.kernels import (
 from flexcp.core.layout import Layout, make_layout, windowed
 from flexcp.core.plan import ExchangeKind
 from flexcp.core.sample import Sample, samples_from_lengths
-from tests.gpu.common import Place, Row, judged, too_late
+from tests.gpu.common import Place, Row, attempt, judged, too_late
 from tests.reference import (
     Attended,
     ThreadExchange,
@@ -60,20 +61,26 @@ def entries(place: Place) -> Iterator[tuple[str, Any, torch.dtype, tuple[int, ..
     yield "dense fp64", DenseKernel(), torch.float64, (64,)
 
 
-def check_kernels(place: Place) -> list[Row]:
+def check_kernels(place: Place) -> Iterator[Row]:
     """One row an entry: its worst error of out, lse, dq, dk and dv over all cases."""
-    rows = [Row(f"operators of {name}", reason or "as called", not reason) for name, reason in _operators()]
-    for name, kernel, dtype, widths in entries(place):
-        if not place.left_s:
-            rows.append(too_late(name))
-            continue
-        chosen = {type(kernel_for(place.device, dtype, width)) for width in widths}
-        if not all(isinstance(kernel, kind) for kind in chosen):
-            names = ", ".join(sorted(kind.__name__ for kind in chosen))
-            rows.append(Row(name, f"the table chooses {names}", ok=False))
-        worst = max(_errors(place, kernel, dtype, width) for width in widths)
-        rows.append(judged(f"{name} x {'/'.join(map(str, widths))}", worst, BANDS[dtype]))
-    return rows
+    for name, reason in _operators():
+        yield Row(f"operators of {name}", reason or "as called", not reason)
+    for name, *entry in entries(place):
+        if place.left_s:
+            yield from attempt(name, partial(_rows_of, place, name, *entry))
+        else:
+            yield too_late(name)
+
+
+def _rows_of(
+    place: Place, name: str, kernel: Any, dtype: torch.dtype, widths: tuple[int, ...]
+) -> Iterator[Row]:
+    chosen = {type(kernel_for(place.device, dtype, width)) for width in widths}
+    if not all(isinstance(kernel, kind) for kind in chosen):
+        names = ", ".join(sorted(kind.__name__ for kind in chosen))
+        yield Row(name, f"the table chooses {names}", ok=False)
+    worst = max(_errors(place, kernel, dtype, width) for width in widths)
+    yield judged(f"{name} x {'/'.join(map(str, widths))}", worst, BANDS[dtype])
 
 
 def _operators() -> list[tuple[str, str]]:

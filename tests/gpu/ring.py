@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from flexcp.attention.merge import merge_
 from flexcp.core.layout import make_layout
 from flexcp.core.sample import samples_from_lengths
 from flexcp.profiler.alone import AloneTransport
-from tests.gpu.common import Place, Row, seconds_of, too_late
+from tests.gpu.common import Place, Row, attempt, seconds_of, synchronize, too_late
+from tests.waits import first_wait
 
 
 class _Sizes:
@@ -43,29 +44,33 @@ def attention_of_member(place: Place, sizes: _Sizes, tokens: int, degree: int) -
     return work
 
 
-def check_ring(place: Place) -> list[Row]:
-    """Efficiency: time of one call over the whole, over d times that of a shard. Reported, not judged."""
+def check_ring(place: Place) -> Iterator[Row]:
+    """What shards cost beside one call, what merging does, and whether the host waits."""
     sizes = _Sizes(place)
-    rows = []
     for tokens in sizes.lengths:
-        if not place.left_s:
-            return [*rows, too_late(f"ring, {tokens}")]
-        times = [
-            seconds_of(attention_of_member(place, sizes, tokens, d), place.device, sizes.repeats)
-            for d in sizes.degrees
-        ]
-        ratios = ", ".join(
-            f"{times[0] / (d * t):.2f}" for d, t in zip(sizes.degrees, times, strict=True) if d > 1
-        )
-        span = f"{sizes.degrees[1]}-{sizes.degrees[-1]}"
-        rows.append(Row(f"ring of {span} over one call, {tokens}", f"{ratios}; d=1 {1e3 * times[0]:.1f} ms"))
-    rows.append(_merge_share(place, sizes))
-    if not place.is_cpu:
-        rows += _waits_and_allocations(place, sizes)
-    return rows
+        name = f"ring of {sizes.degrees[1]}-{sizes.degrees[-1]} over one call, {tokens}"
+        if place.left_s:
+            yield from attempt(name, partial(_efficiency, name, place, sizes, tokens))
+        else:
+            yield too_late(name)
+    if place.left_s:
+        yield from attempt("merge over its tile", partial(_merge_share, place, sizes))
+        yield from attempt("host waits", partial(_waits_and_allocations, place, sizes))
 
 
-def _merge_share(place: Place, sizes: _Sizes) -> Row:
+def _efficiency(name: str, place: Place, sizes: _Sizes, tokens: int) -> Iterator[Row]:
+    """Time of one call over the whole, over d times that of a shard. Reported, not judged."""
+    times = [
+        seconds_of(attention_of_member(place, sizes, tokens, d), place.device, sizes.repeats)
+        for d in sizes.degrees
+    ]
+    ratios = ", ".join(
+        f"{times[0] / (d * t):.2f}" for d, t in zip(sizes.degrees, times, strict=True) if d > 1
+    )
+    yield Row(name, f"{ratios}; d=1 {1e3 * times[0]:.1f} ms")
+
+
+def _merge_share(place: Place, sizes: _Sizes) -> Iterator[Row]:
     """What merging costs beside the full tile that it follows: whether to fuse it is read off here."""
     rows = sizes.lengths[0] // 2
     q, k, v = (
@@ -77,10 +82,10 @@ def _merge_share(place: Place, sizes: _Sizes) -> Row:
     total, total_lse = out.float(), lse.float().clone()
     tile_s = seconds_of(lambda: kernel.forward(q, k, v, False, 0.1), place.device)
     merge_s = seconds_of(lambda: merge_(total, total_lse, out, lse), place.device)
-    return Row(f"merge over its tile, {rows} rows", f"{merge_s / tile_s:.1%}")
+    yield Row(f"merge over its tile, {rows} rows", f"{merge_s / tile_s:.1%}")
 
 
-def _waits_and_allocations(place: Place, sizes: _Sizes) -> list[Row]:
+def _waits_and_allocations(place: Place, sizes: _Sizes) -> Iterator[Row]:
     """After a first pass: no operation that makes the host wait, and no memory asked of the device.
 
     The member's messages come from itself, so nothing is shown of NCCL.
@@ -88,21 +93,14 @@ def _waits_and_allocations(place: Place, sizes: _Sizes) -> list[Row]:
     work = attention_of_member(place, sizes, sizes.lengths[0], 4)
     for _ in range(3):
         work()
-    torch.accelerator.synchronize()
-    before = torch.cuda.memory_stats()["num_device_alloc"]
-    waits = ""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(3):
-            work()
-    except RuntimeError as error:
-        waits = str(error).splitlines()[0]
-    finally:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.cuda.set_sync_debug_mode("default")
-    asked = torch.cuda.memory_stats()["num_device_alloc"] - before
-    return [
-        Row("host waits in a ring of 4, without NCCL", waits or "none", not waits),
-        Row("device allocations in it, without NCCL", str(asked), asked == 0),
-    ]
+    synchronize(place.device)
+    before = _allocations(place)
+    waits = first_wait(lambda: [work() for _ in range(3)], place.device)
+    yield Row("host waits in a ring of 4, without NCCL", waits or "none", not waits)
+    if not place.is_cpu:
+        asked = _allocations(place) - before
+        yield Row("device allocations in it, without NCCL", str(asked), asked == 0)
+
+
+def _allocations(place: Place) -> int:
+    return 0 if place.is_cpu else int(torch.cuda.memory_stats()["num_device_alloc"])

@@ -42,6 +42,11 @@ def test_the_script_works_on_a_cpu(tmp_path: Path) -> None:
     table = "\n".join(lines[lines.index(next(line for line in lines if line.startswith("cpu, torch"))) :])
     for row in ("operators of flash", "cpu fp32", "gradients, 3 ranks", "ring of 2-3", "merge", "unseen"):
         assert row in table
+    for work in ("a ring of 4", "a micro-batch"):
+        [row] = [
+            line for line in table.splitlines() if line.startswith(f"host waits in {work}, without NCCL")
+        ]
+        assert row.split()[-2:] == ["ok", "none"]
     assert (tmp_path / "check.log").read_text().strip().endswith("all that is judged passed")
     calibration = read_calibration(tmp_path / "calibration.json")
     assert calibration.setup.link is None
@@ -68,6 +73,40 @@ def test_a_section_that_fails_is_a_row_and_the_exit_code(
     assert log.strip().endswith("2 failed")
 
 
+def test_what_was_found_before_a_failure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the table and, with the trace, in the log; of kernels, entry by entry."""
+    from tests.gpu import check, kernels
+    from tests.gpu.common import Row
+
+    class Broken(CpuKernel):
+        def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
+            raise RuntimeError("an illegal memory access")
+
+    def half(place: object) -> Any:
+        yield Row("the first half", "1.0", ok=True)
+        raise RuntimeError("and no more")
+
+    entries = [("first", CpuKernel()), ("broken", Broken()), ("last", CpuKernel())]
+    widths = (torch.float32, (16,))
+    monkeypatch.setattr(kernels, "entries", lambda place: iter([(*entry, *widths) for entry in entries]))
+    monkeypatch.setattr(check, "check_ring", half)
+    arguments = ["--device", "cpu", "--quick", "--out", str(tmp_path), "--only", "kernels", "ring"]
+    assert check.main(arguments) == 1
+    log = (tmp_path / "check.log").read_text()
+    table = log[log.rindex("cpu, torch") :]
+    for name, mark in (
+        ("first x 16", "ok"),
+        ("broken", "FAILED"),
+        ("last x 16", "ok"),
+        ("the first half", "ok"),
+    ):
+        [line] = [line for line in table.splitlines() if line.startswith(f"{name} ")]
+        assert f"  {mark} " in line
+    assert log.endswith("2 failed\n")
+    assert log.count("Traceback") == 2
+    assert log.index("the first half: 1.0") < log.index("and no more")
+
+
 def test_a_kernel_that_is_a_little_wrong_is_a_failed_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """One row an entry, with its worst error."""
     from tests.gpu import kernels
@@ -80,7 +119,7 @@ def test_a_kernel_that_is_a_little_wrong_is_a_failed_row(monkeypatch: pytest.Mon
 
     entries = [("right", CpuKernel(), torch.float32, (16,)), ("off", Off(), torch.float32, (16,))]
     monkeypatch.setattr(kernels, "entries", lambda place: iter(entries))
-    rows = kernels.check_kernels(Place(torch.device("cpu"), quick=True))
+    rows = list(kernels.check_kernels(Place(torch.device("cpu"), quick=True)))
     assert [row.ok for row in rows] == [True, True, True, False]
     assert rows[-1].value.startswith("1.0e-04")
 
@@ -93,7 +132,7 @@ def test_there_is_one_deadline_for_all_sections() -> None:
     from tests.gpu.common import Place
 
     late = Place(torch.device("cpu"), quick=True, ends_s=0.0)
-    for rows in (kernels.check_kernels(late)[2:], ring.check_ring(late)):
+    for rows in (list(kernels.check_kernels(late))[2:], list(ring.check_ring(late))):
         assert rows
         assert all(row.value == "not begun: the time is up" and row.ok is False for row in rows)
     assert late.within(100.0) == 1.0
