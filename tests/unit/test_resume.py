@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,31 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_checkpoint(
     assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == ["step-00000002"]
 
 
+def test_sigterm_ends_a_run_behind_its_step_with_a_checkpoint(
+    world: World, tmp_path: Path, notices: list[str]
+) -> None:
+    """Heard behind step 1, heeded behind step 2; what is left of the run is done when it is resumed."""
+    show = Outputs.step
+
+    def show_and_end(outputs: Outputs, report: Any, *rest: Any) -> None:
+        show(outputs, report, *rest)
+        if report.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    config = config_of(tmp_path, run__steps=5, run__save_model=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Outputs, "step", show_and_end)
+        summary = trainer.train(world, config, quiet=True)
+
+    assert [report.step for report in summary.reports] == [0, 1, 2]
+    assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == ["step-00000003"]
+    assert "SIGTERM: ended after 3 of 5 steps; --resume goes on" in notices
+    assert not (tmp_path / "run" / "model").exists()
+    resumed = trainer.train(world, config, resume=True, quiet=True)
+    assert [report.step for report in resumed.reports] == [3, 4]
+    assert (tmp_path / "run" / "model").exists()
+
+
 @pytest.mark.parametrize(("record", "saved"), [("step", "step-00000001"), ("eval_loss", "step-00000002")])
 def test_what_cannot_be_written_down_is_saved(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: str, saved: str
@@ -224,6 +251,7 @@ def test_the_last_checkpoint_stands_until_the_next_one_does(world: World, tmp_pa
             save(tmp_path, 2, mark=2, keep=1)
 
     assert [read_state(path)["mark"] for path in checkpoints(tmp_path)] == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     save(tmp_path, 2, mark=3, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
