@@ -213,7 +213,7 @@ class Engine:
         forward = forward or self._forward
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         supervised = 0
-        was_training = self.model.training
+        modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         with peers_in_reach("gathering weights"):
             self.sharding.begin()
@@ -229,7 +229,9 @@ class Engine:
                     total += loss_sum_of(forward(micro), micro)
         finally:
             self.sharding.release()
-            self.model.train(was_training)
+            self.model.train(modes[0][1])
+            for module, was_training in modes:  # a frozen part may stand in evaluation for good
+                module.training = was_training
         if supervised == 0:
             raise DataError(
                 "no sample of the evaluation data has a supervised token",
