@@ -251,6 +251,7 @@ def test_what_does_not_fit_is_refused_by_number() -> None:
         (lambda: group_attention(q, k, v, layout, exchange), r"gave 9 rows .*places 4 rows"),
         (lambda: group_attention(q[:4], k, v, layout, exchange), r"gave 4 rows of q and 9 of k"),
         (lambda: group_attention(q, k, v[:, :1], layout, exchange), r"do not fit together"),
+        (lambda: group_attention(*(x[..., :0] for x in (q, k, v)), layout, exchange), r"do not fit together"),
         (lambda: group_attention(q[:4, :3], k[:4], v[:4], layout, exchange), r"3 query heads .* 2 key"),
         (lambda: group_attention(q[:4], k[:4].float(), v[:4], layout, exchange), r"float32 on cpu"),
         (

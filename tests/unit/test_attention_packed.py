@@ -296,6 +296,15 @@ def test_heads_first_tensors_give_the_same(
         assert torch.equal(getattr(got, name), getattr(same, name)), name
 
 
+def test_efficient_attention_gets_rows_of_an_output_one_after_the_other(efficient_calls: Sequences) -> None:
+    """Whoever added it up may have laid it out by heads."""
+    q, k, v, do = random_qkv(9, 4, 2)
+    out, lse = EfficientKernel().forward(q, k, v, True, 0.3)
+    by_heads = out.transpose(0, 1).contiguous().transpose(0, 1)
+    grads = [EfficientKernel().backward(do, q, k, v, x, lse, True, 0.3) for x in (out, by_heads)]
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("operators", KERNELS)
 def test_a_gradient_that_is_one_number_everywhere(operators: str, request: pytest.FixtureRequest) -> None:
     """It has no step between its elements, and kernels want one of 1."""

@@ -119,7 +119,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: Layout, exchange: Exchange) 
             f"the group has {exchange.degree} members, the layout is for {layout.degree}",
             "Take both from the same task.",
         )
-    if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
+    if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[2] != k.shape[2] or not q.shape[2]:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         raise InputError(f"{shapes} do not fit together", "They are [T, Hq, D], [T, Hk, D], [T, Hk, D].")
     rows = layout.rows(exchange.member)
