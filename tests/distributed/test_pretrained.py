@@ -99,7 +99,7 @@ def test_folders_that_cannot_be_started_from_are_refused(tmp_path: Path) -> None
     assert make_config(tmp_path).data.tokenizer == str(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"model\.pretrained .*nowhere is no folder of a model"):
         make_config(tmp_path, pretrained=tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"model\.pretrained is given, and model\.hidden too"):
+    with pytest.raises(ConfigError, match=r"model\.pretrained is given, and model\.hidden too\n"):
         make_config(tmp_path, hidden=64)
     section = ModelSection(pretrained=tmp_path / "model")
     config, cpu = model_config(section, 257, 64), torch.device("cpu")

@@ -151,6 +151,34 @@ def test_other_ends(monkeypatch, capfd, raised, code):
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ((), "interrupted; there is no checkpoint to continue from\n"),
+        (("step-00000002", "step-00000004"), "interrupted; --resume continues from {run}/step-00000004\n"),
+    ],
+)
+def test_an_interrupted_run_says_what_is_left(monkeypatch, tmp_path, capfd, made, said):
+    """Ctrl-C saves nothing, so what an earlier step saved is named."""
+    saved = tmp_path / "run" / "checkpoints"
+
+    def interrupted(*_args: object, **_options: object) -> None:
+        for name in made:
+            (saved / name).mkdir(parents=True)
+            (saved / name / "flexcp.json").write_text("{}", encoding="utf-8")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flexcp.runtime.launch.launch", interrupted)
+    (tmp_path / "run.toml").write_text(f'[run]\nfolder = "{tmp_path}/run"\n', encoding="utf-8")
+
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes what is captured for a terminal
+
+    assert main(["train", str(tmp_path / "run.toml")]) == 130
+    shown = capfd.readouterr()
+    assert shown.err == said.format(run=saved)
+    assert shown.out == "\x1b[?25h\n"  # the rank that hid the cursor is gone
+
+
 def test_broken_pipe_is_quiet():
     """`flexcp plan … | head -1` ends without complaint."""
     command = f"{sys.executable} -m flexcp plan {LENGTHS} --model qwen3-8b --ranks 64 --json | head -c 10"

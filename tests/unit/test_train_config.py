@@ -152,3 +152,21 @@ def test_files_that_are_no_run_files(tmp_path: Path, run_file: Any) -> None:
         load_config(path)
     with pytest.raises(ConfigError, match="is not a TOML file"):
         load_config(tmp_path)
+
+
+def test_paths_that_lead_nowhere(tmp_path: Path, run_file: Any) -> None:
+    """The nearest name beside it, of run file, data and model; no network is mentioned."""
+    (tmp_path / "texts").mkdir()
+    path = run_file("")
+    with pytest.raises(ConfigError, match=rf"does not exist\nDid you mean {path}\?"):
+        load_config(path.with_suffix(".tml"))
+    with pytest.raises(ConfigError, match=rf"data.path .*text does not exist\nDid you mean {tmp_path}/texts\?"):
+        load_config(path, [f"data.path={tmp_path}/text"])
+    with pytest.raises(ConfigError, match="model.config qwen3-8b does not exist\nGive a config.json"):
+        load_config(path, ["model.config=qwen3-8b"])
+
+
+def test_a_model_is_described_once(run_file: Any) -> None:
+    """All that is said beside a config is named at once."""
+    with pytest.raises(ConfigError, match="model.config is given, and model.heads, model.layers too"):
+        load_config(run_file('[model]\nconfig = "x"\nlayers = 2\nheads = 2'))

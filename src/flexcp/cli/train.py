@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -42,8 +43,12 @@ def train(
     for tracker in settings.run.trackers:
         if not _is_installed(tracker):
             raise MissingExtraError(tracker, _EXTRAS[tracker])
+    from flexcp.runtime.launch import launch, under_torchrun
+
+    ranks, alone = settings.parallel.nproc, not under_torchrun()
+    if alone and not quiet and sys.stderr.isatty():
+        typer.echo(f"starting ranks: {ranks}; each imports torch, which takes seconds", err=True)
     from flexcp.runtime.elastic import launch_elastic
-    from flexcp.runtime.launch import launch
     from flexcp.train.trainer import checkpoint_to_resume
     from flexcp.train.trainer import train as run_rank
 
@@ -51,13 +56,39 @@ def train(
         checkpoint_to_resume(settings.run.folder, resume)
     run = settings.run
     start = partial(launch_elastic, notify=lambda text: typer.echo(text, err=True)) if elastic else launch
-    start(
-        run_rank,
-        settings.parallel.nproc,
-        (settings, resume, quiet, elastic),
-        timeout_s=run.timeout_s,
-        status_dir=run.folder / "status",
-    )
+    try:
+        start(
+            run_rank,
+            ranks,
+            (settings, resume, quiet, elastic),
+            timeout_s=run.timeout_s,
+            status_dir=run.folder / "status",
+        )
+    except BaseException as error:
+        if alone:
+            _leave_the_bar()
+            if isinstance(error, KeyboardInterrupt):
+                typer.echo(_what_is_left(run.folder), err=True)
+        raise
+
+
+def _leave_the_bar() -> None:
+    """The rank that drew was ended at once: its bar stands there, and the cursor is hidden."""
+    from rich.console import Console
+
+    screen = Console()
+    if screen.is_terminal:
+        screen.show_cursor()
+        screen.print()
+
+
+def _what_is_left(folder: Path) -> str:
+    from flexcp.runtime.checkpoint import checkpoints
+
+    found = checkpoints(folder / "checkpoints")
+    if not found:
+        return "interrupted; there is no checkpoint to continue from"
+    return f"interrupted; --resume continues from {found[-1]}"
 
 
 def _is_installed(module: str) -> bool:

@@ -6,7 +6,6 @@ Reads lengths that somebody already counted; counting the tokens of documents is
 from __future__ import annotations
 
 import csv
-import difflib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from flexcp.core.errors import LengthsError
 from flexcp.core.megatron_index import is_megatron_index, read_megatron_index
+from flexcp.core.nearest import near_path
 from flexcp.core.sample import Sample
 
 Lengths = npt.NDArray[np.int64]
@@ -139,10 +139,7 @@ def _read(path: Path) -> bytes:
             f"Count the tokens of its documents first: flexcp lengths {path} --out lengths.json",
         ) from None
     except FileNotFoundError:
-        near = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        close = difflib.get_close_matches(path.name, near, n=1)
-        hint = f"Did you mean {path.parent / close[0]}?" if close else "Check the path."
-        raise LengthsError(f"{path} does not exist", hint) from None
+        raise LengthsError(f"{path} does not exist", near_path(path)) from None
     except OSError as error:
         raise LengthsError(f"{path} cannot be read ({error.strerror})", "Check its permissions.") from None
     if not data.strip():

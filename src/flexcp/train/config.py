@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flexcp.core.errors import ConfigError, UnknownNameError
+from flexcp.core.nearest import near_path
 from flexcp.cost.calibration import hardware_at
 from flexcp.cost.memory import MARGIN
 from flexcp.planner import POLICIES
@@ -148,7 +149,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist", "Give the path of a run file (TOML).") from None
+        remedy = near_path(path, "Give the path of a run file (TOML).")
+        raise ConfigError(f"{path} does not exist", remedy) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} is not a TOML file: {error}", "See examples/demo.toml.") from error
     for override in overrides:
@@ -170,9 +172,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     _check_schedule(config)
     data = config.data.path
     if not data.startswith("@") and not Path(data).exists():
-        raise ConfigError(
-            f"data.path {data} does not exist", "Paths are relative to where flexcp is started."
-        )
+        remedy = near_path(Path(data), "Paths are relative to where flexcp is started.")
+        raise ConfigError(f"data.path {data} does not exist", remedy)
     # Names are looked up before any rank is started: a typing error should not cost a minute.
     hardware_at(config.parallel.hardware)
     if config.parallel.policy not in POLICIES:
@@ -186,14 +187,17 @@ def _check_model(model: ModelSection) -> None:
         others = sorted(model.model_fields_set - {name})
         if getattr(model, name) is not None and others:
             raise ConfigError(
-                f"model.{name} is given, and model.{others[0]} too",
-                "The config decides the shape; leave it out.",
+                f"model.{name} is given, and {', '.join(f'model.{other}' for other in others)} too",
+                "The config decides the shape: leave everything else in [model] out.",
             )
     if model.pretrained is not None and not (model.pretrained / "config.json").is_file():
         raise ConfigError(
             f"model.pretrained {model.pretrained} is no folder of a model",
             "Give a folder with config.json and model.safetensors, as save_pretrained writes it.",
         )
+    if model.config is not None and not model.config.exists():
+        remedy = near_path(model.config, "Give a config.json of transformers, or the folder of one.")
+        raise ConfigError(f"model.config {model.config} does not exist", remedy)
 
 
 def _check_schedule(config: TrainConfig) -> None:

@@ -355,7 +355,8 @@ def checkpoint_to_resume(folder: Path, resume: bool) -> Path | None:
     """The newest checkpoint; a run folder belongs to one run, and continuing it must be asked for."""
     found = checkpoints(folder / "checkpoints")
     if resume and not found:
-        raise CheckpointError(f"{folder} holds no checkpoint", "Start without --resume.")
+        remedy = "Start without --resume, or name the folder of the run with --set run.folder=…"
+        raise CheckpointError(f"{folder} holds no checkpoint", remedy)
     if found and not resume:
         raise ConfigError(
             f"{folder} already holds checkpoints (newest: {found[-1].name})",

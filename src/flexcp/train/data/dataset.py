@@ -5,7 +5,6 @@ Nothing is truncated, padded, packed or shuffled here: a sample is one whole doc
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcp.core.errors import DataError
+from flexcp.core.nearest import near_path
 from flexcp.train.data.chats import ChatTokenizer, Learn, as_chat
 from flexcp.train.data.columnar import Parquet, SavedDataset
 from flexcp.train.data.documents import (
@@ -222,10 +222,7 @@ def open_documents(
     """
     root = Path(path)
     if not root.exists():
-        near = [entry.name for entry in root.parent.iterdir()] if root.parent.is_dir() else []
-        close = difflib.get_close_matches(root.name, near, n=1)
-        hint = f"Did you mean {root.parent / close[0]}?" if close else "Check the path."
-        raise DataError(f"{root} does not exist", hint)
+        raise DataError(f"{root} does not exist", near_path(root))
     if (root / "dataset_dict.json").is_file():
         splits = sorted(entry.parent.name for entry in root.glob("*/state.json"))
         raise DataError(
