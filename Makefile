@@ -17,6 +17,7 @@ help: ## list the targets
 install: $(STAMP) ## make .venv with everything that training and development need
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo 'installing into $(VENV): torch is large, so this takes minutes and shows nothing meanwhile'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[train,megatron,hf,dev]'
 	@touch $@

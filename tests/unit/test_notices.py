@@ -59,4 +59,4 @@ def test_a_warm_up_that_never_ends(told):
 
 def test_a_sample_that_fewer_ranks_could_not_hold(told):
     [text] = told(2001, left=2)
-    assert "if ranks are lost, the 2 that are left hold 2,000" in text
+    assert "if ranks are lost, those left (2) hold 2,000" in text

@@ -125,6 +125,9 @@ def test_where_the_time_went_is_shown(run: Path) -> None:
     assert sum(subject.parts.values()) == pytest.approx(1.0)
     assert subject.parts["compute"] > 0.5
     assert 'id="parts"' in text
+    drawn = text[text.index('id="parts"') :].split("<details")[0]
+    for part in subject.parts:  # each bar has its name below, the widest too
+        assert re.search(rf"<text [^>]*>{part}</text>", drawn), part
     assert text.count("waited 12.3 ms for messages") == 1
     assert "ring wait, " not in text
     assert ("MFU", "41.3%") in subject.facts
@@ -195,7 +198,7 @@ def test_a_run_that_went_on_with_other_ranks_keeps_all_of_them(tmp_path: Path) -
         assert drawn.degrees == plan.degrees
     assert subject.policies[-1].step_s == pytest.approx(sum(plan.step_s for plan in plans) / 3)
     assert (len(subject.memory.ranks), subject.memory.capacity_tokens) == (5, 4096)
-    told = "The run went on with other ranks: from step 0 8 of 2,048 tokens; from step 2 5 of 4,096 tokens."
+    told = "The run went on with other ranks: from step 0, 8 × 2,048 tokens; from step 2, 5 × 4,096 tokens."
     assert told in subject.notices
     assert page(subject).endswith("</html>\n")
 

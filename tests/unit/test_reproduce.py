@@ -6,8 +6,10 @@ from statistics import fmean
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from flexcp.cli import main as cli
+from flexcp.cli.reproduce import show
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import InfeasibleError
 from flexcp.core.model_shape import model_shape
@@ -16,7 +18,7 @@ from flexcp.cost import CostModel, Link, cost_model, hardware
 from flexcp.cost.encoder import encoder_pairs
 from flexcp.planner import make_plan
 from flexcp.reproduce import extreme, main, noise, scaling, schedule
-from flexcp.reproduce.fitting import FITTED_MAIN, FITTED_SCHEDULE, fit_constants
+from flexcp.reproduce.fitting import FITTED_MAIN, FITTED_SCHEDULE, Constants, fit_constants
 from flexcp.reproduce.layouts import (
     batches_of,
     fair_static,
@@ -26,7 +28,7 @@ from flexcp.reproduce.layouts import (
     row_load,
 )
 from flexcp.reproduce.published import PUBLISHED
-from flexcp.reproduce.result import ExperimentSetup
+from flexcp.reproduce.result import ExperimentSetup, Result
 from flexcp.reproduce.workloads import workload
 
 SETUP = ExperimentSetup(steps=1)
@@ -314,6 +316,24 @@ def test_command_shows_and_writes(capfd, tmp_path, monkeypatch):
     assert "DeepSpeed at 8 devices" in " ".join(shown.split())
     assert "2.24" in files[1].read_text(encoding="utf-8")
     assert json.loads(files[0].read_text(encoding="utf-8"))["experiment"] == "extreme"
+
+
+def test_words_stay_whole_at_80_columns(capfd):
+    """Names of models and data, titles, numbers: in the widest table of ten columns none is broken."""
+    names = {"model": "internvl3-8b", "data": "commoncrawl"}
+    values = dict.fromkeys(("padded_s", "fair_s", "paper_s", "flexcp_s", "padded_over_flexcp"), 12.34)
+    row = {**names, **values, "fair_degree": 16, "fair_over_flexcp": 1.25, "paper_over_flexcp": 1.5}
+    table = main._tables((row,))[2]
+
+    show(
+        Result("main", SETUP, Constants(1.0, 0.0, dict.fromkeys(("schedule", *FITTED_MAIN), 1.0)), (table,)),
+        Console(width=80),
+    )
+    shown = capfd.readouterr().out
+
+    words = {word for column in table.columns for word in column.title.replace("`", "").split()}
+    assert words | {*names.values(), "12.34", "16", "1.25"} <= set(shown.split())
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

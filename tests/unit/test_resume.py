@@ -307,7 +307,7 @@ def test_a_folder_that_cannot_be_made_is_a_sentence(world: World, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("longest", "words"), [(300, ""), (301, "if ranks are lost, the 3 that are left hold 300")]
+    ("longest", "words"), [(300, ""), (301, "if ranks are lost, those left (3) hold 300")]
 )
 def test_a_run_that_could_not_lose_a_rank_says_so(longest: int, words: str) -> None:
     """At its start, with what would help."""

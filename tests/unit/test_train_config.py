@@ -160,7 +160,9 @@ def test_paths_that_lead_nowhere(tmp_path: Path, run_file: Any) -> None:
     path = run_file("")
     with pytest.raises(ConfigError, match=rf"does not exist\nDid you mean {path}\?"):
         load_config(path.with_suffix(".tml"))
-    with pytest.raises(ConfigError, match=rf"data.path .*text does not exist\nDid you mean {tmp_path}/texts\?"):
+    with pytest.raises(
+        ConfigError, match=rf"data.path .*text does not exist\nDid you mean {tmp_path}/texts\?"
+    ):
         load_config(path, [f"data.path={tmp_path}/text"])
     with pytest.raises(ConfigError, match="model.config qwen3-8b does not exist\nGive a config.json"):
         load_config(path, ["model.config=qwen3-8b"])

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from textwrap import wrap
 from typing import Annotated, cast
 
 import typer
@@ -93,11 +94,16 @@ def show(result: Result, console: Console) -> None:
 
 
 def _rich(table: Table) -> RichTable:
-    drawn = RichTable(box=None, padding=(0, 1), header_style="dim")
+    """Numbers and the words of their titles stay whole; where it is narrow, text is what breaks."""
+    drawn = RichTable(box=None, padding=(0, 1), pad_edge=False, collapse_padding=True, header_style="dim")
     for column in table.columns:
-        right = any(isinstance(row.get(column.key), int | float) for row in table.rows)
         title = column.title.replace("`", "")
-        drawn.add_column(title, justify="right" if right else "left", overflow="fold")
+        if any(isinstance(row.get(column.key), int | float) for row in table.rows):
+            cells = (table.cell(row, column) for row in range(len(table.rows)))
+            width = max(map(len, (*title.split(), *cells)))
+            drawn.add_column("\n".join(wrap(title, width)), justify="right", no_wrap=True)
+        else:
+            drawn.add_column(title, overflow="fold")
     for row in range(len(table.rows)):
         drawn.add_row(*(_cell(table, row, column) for column in table.columns))
     return drawn

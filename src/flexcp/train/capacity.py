@@ -36,7 +36,7 @@ def hopeless_notice(longest_tokens: int, rank_tokens: int, left: int) -> str:
     if longest_tokens <= left * rank_tokens:
         return ""
     return (
-        f"the longest sample has {longest_tokens:,} tokens; if ranks are lost, the {left} that are left hold "
+        f"the longest sample has {longest_tokens:,} tokens; if ranks are lost, those left ({left}) hold "
         f"{left * rank_tokens:,}, and the run ends (data.max_tokens leaves such samples out)"
     )
 

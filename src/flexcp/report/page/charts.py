@@ -113,7 +113,10 @@ def bars(
     title: str,
     limit: tuple[float, str] | None = None,
 ) -> Markup:
-    """Groups of bars; `series` are (style, heights), `limit` a line across with its words."""
+    """Groups of bars; `series` are (style, heights), `limit` a line across with its words.
+
+    Without a title below there is room for two rows of labels.
+    """
     count, width = len(labels), 0.8 / len(series)
     groups = []
     for index, tip in enumerate(tips):
@@ -127,7 +130,7 @@ def bars(
         y = scale.y(limit[0])
         groups.append(element("line", class_="limit", x1="0", x2="100%", y1=y, y2=y))
         groups.append(element("text", limit[1], class_="limit-label", x="100%", y=y - 5, text_anchor="end"))
-    return frame(scale, groups, _bar_labels(labels), title)
+    return frame(scale, groups, _bar_labels(labels, rows=1 if title else 2), title)
 
 
 def ranking(rows: Sequence[tuple[str, float, float]], main: str, scale: Scale, tips: Sequence[str]) -> Markup:
@@ -178,10 +181,13 @@ def _bar(style: str, left: float, width: float, value: float, scale: Scale) -> M
     )
 
 
-def _bar_labels(labels: Sequence[str]) -> list[tuple[float, str]]:
-    """As many as there is room for."""
-    every = max(1, -(-sum(len(label) + 2 for label in labels) // 70))
-    return [((index + 0.5) / len(labels), label) for index, label in enumerate(labels) if index % every == 0]
+def _bar_labels(labels: Sequence[str], rows: int = 1) -> list[tuple[float, str]]:
+    """As many as there is room for, on the rows in turn."""
+    every = max(1, -(-sum(len(label) + 2 for label in labels) // (70 * rows)))
+    return [
+        ((index + 0.5) / len(labels), "\n" * (index // every % rows) + labels[index])
+        for index in range(0, len(labels), every)
+    ]
 
 
 def dots(pairs: Sequence[tuple[float, float, str]], names: tuple[str, str]) -> Markup:

@@ -288,4 +288,4 @@ def _notices(
 
 def _attempt_words(attempt: Attempt) -> str:
     cluster = attempt.info.cluster
-    return f"from step {attempt.first_step} {cluster.ranks:,} of {cluster.tokens_per_rank:,} tokens"
+    return f"from step {attempt.first_step}, {cluster.ranks:,} × {cluster.tokens_per_rank:,} tokens"

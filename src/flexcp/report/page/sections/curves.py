@@ -108,7 +108,7 @@ def parts(subject: Subject) -> Section:
         "Shares of the time of a step, mean of the ranks and of the steps after the first. Look for anything "
         "beside compute: waits for plan, data or messages, idle ranks, and what any step costs."
     )
-    drawing = charts.bars(names, [("main", shares)], scale, tips, "part of a step")
+    drawing = charts.bars(names, [("main", shares)], scale, tips, title="")
     table = (["part", "share"], list(zip(names, texts, strict=True)))
     return Section("parts", "Where the time went", look, drawing, table)
 
