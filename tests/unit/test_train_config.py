@@ -164,11 +164,11 @@ def test_paths_that_lead_nowhere(tmp_path: Path, run_file: Any) -> None:
         ConfigError, match=rf"data.path .*text does not exist\nDid you mean {tmp_path}/texts\?"
     ):
         load_config(path, [f"data.path={tmp_path}/text"])
-    with pytest.raises(ConfigError, match="model.config qwen3-8b does not exist\nGive a config.json"):
+    with pytest.raises(ConfigError, match=r"model\.config qwen3-8b does not exist\nGive a config\.json"):
         load_config(path, ["model.config=qwen3-8b"])
 
 
 def test_a_model_is_described_once(run_file: Any) -> None:
     """All that is said beside a config is named at once."""
-    with pytest.raises(ConfigError, match="model.config is given, and model.heads, model.layers too"):
+    with pytest.raises(ConfigError, match=r"model\.config is given, and model\.heads, model\.layers too"):
         load_config(run_file('[model]\nconfig = "x"\nlayers = 2\nheads = 2'))
