@@ -14,7 +14,7 @@ from flexcp.core.cluster import Cluster
 from flexcp.core.errors import DataError
 from flexcp.core.plan import Plan, Task
 from flexcp.core.sample import Sample
-from flexcp.runtime.batches import MicroBatch, load_examples, make_micro_batch, rank_samples
+from flexcp.runtime.batches import MicroBatch, load_examples, make_micro_batch, planned_sample, rank_samples
 
 RANKS = 8
 
@@ -240,6 +240,19 @@ def test_only_tokens_and_labels_move_to_the_device() -> None:
     assert there.inputs["flexcp"] is micro.inputs["flexcp"]
     assert there.extras is micro.extras
     assert micro.labels.device.type == "cpu"
+
+
+@pytest.mark.parametrize("said", [Sample(1, 8), Sample(0, 7)])
+def test_a_data_set_that_contradicts_its_lengths_is_refused(said: Sample) -> None:
+    """Its `sample(1)` is of another length, or another sample."""
+    dataset: Any = Documents([7, 7])
+    dataset.sample = lambda index: said
+    with pytest.raises(DataError) as caught:
+        planned_sample(dataset, 1)
+
+    assert caught.value.cause == (
+        f"the data set's sample(1) is sample {said.id} of {said.tokens} tokens; by its lengths it has 7"
+    )
 
 
 @pytest.mark.gpu

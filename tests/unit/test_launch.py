@@ -261,6 +261,18 @@ def test_a_start_does_not_read_what_an_earlier_one_left() -> None:
     assert [store.get("address") for store in starts] == [b"3", b"2", b"3"]
 
 
+def test_a_rank_that_comes_first_waits_for_rank_0_of_its_own_start() -> None:
+    """What rank 0 of an earlier start has said is still there."""
+    shared = dist.HashStore()
+    start_ranks(shared, 2)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(store_of_this_start, shared, 1, 2, 20.0)
+        time.sleep(0.3)
+        assert not first.done()
+        store_of_this_start(shared, 0, 2, 20.0).set("address", "here")
+        assert first.result().get("address") == b"here"
+
+
 def test_a_start_that_a_rank_never_comes_to_ends_with_a_sentence() -> None:
     with pytest.raises(RankFailedError, match="not all ranks came to the start"):
         store_of_this_start(dist.HashStore(), 0, 2, timeout_s=0.2)
