@@ -106,10 +106,11 @@ def test_the_last_rank_to_come_knows_how_long_a_task_takes() -> None:
 
     plan = PLANNER(samples_from_lengths([200]))
     assert plan.tasks[0].degree == 2
-    early, late = 10 * plan.tasks[0].duration_s, plan.tasks[0].duration_s
-    learning = Learning(PLANNER)
-    learning.learn(0, plan, [[early], [late]])
-    assert learning.latest.factors == pytest.approx((1.0,) * 4, abs=1e-6)
+    early, late = 1.3 * plan.tasks[0].duration_s, plan.tasks[0].duration_s
+    for durations_s in ([[early], [late]], [[late], [early]]):
+        learning = Learning(PLANNER)
+        learning.learn(0, plan, durations_s)
+        assert learning.latest.factors == pytest.approx((1.0,) * 4, abs=1e-6)
 
 
 def test_damage_and_other_planners_are_refused() -> None:
