@@ -145,10 +145,11 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
 
 
 @contextmanager
-def run_flexcp(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+def run_flexcp(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
     """The command line, as a user starts it; it does not outlive the block, and its ranks end with it."""
     command = [sys.executable, "-m", "flexcp", "train", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes, **options) as run:
         try:
             yield run
         finally:
@@ -189,18 +190,32 @@ def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
     assert not [pid for pid in ranks if is_running(pid)]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_launcher_leaves_no_rank_behind(tmp_path: Path, how: signal.Signals) -> None:
-    """Ranks whose parent is gone end by themselves."""
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (signal.SIGKILL, ""),
+        (signal.SIGTERM, "error: SIGTERM came before the ranks could heed it"),
+        (signal.SIGINT, "interrupted, and nothing more was saved"),
+    ],
+)
+def test_a_killed_launcher_leaves_nothing_behind(tmp_path: Path, how: signal.Signals, words: str) -> None:
+    """Ranks whose parent is gone end by themselves, and clear its folder away."""
+    (tmp_path / "temporary").mkdir()
     config = write_toml(tmp_path, run__steps=100_000)
-    with run_flexcp(str(config), "--nproc", "2", "--quiet") as run:
+    env = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    with run_flexcp(str(config), "--nproc", "2", "--quiet", env=env, start_new_session=True) as run:
         ranks = wait_for_ranks(run, 2)
-        run.send_signal(how)
-        run.wait(timeout=30)
+        # Ctrl-C reaches the whole group.
+        (os.killpg if how == signal.SIGINT else os.kill)(run.pid, how)
+        _, errors = run.communicate(timeout=60)
+
+    assert errors.startswith(words)
+    assert "Traceback" not in errors
     end_s = time.monotonic() + 60  # a rank first looks when it has imported torch
     while any(is_running(pid) for pid in ranks):
         assert time.monotonic() < end_s, "a rank lives on"
         time.sleep(0.1)
+    assert list((tmp_path / "temporary").glob("flexcp-*")) == []
 
 
 def is_running(pid: int) -> bool:

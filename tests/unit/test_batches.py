@@ -14,7 +14,14 @@ from flexcp.core.cluster import Cluster
 from flexcp.core.errors import DataError
 from flexcp.core.plan import Plan, Task
 from flexcp.core.sample import Sample
-from flexcp.runtime.batches import MicroBatch, load_examples, make_micro_batch, planned_sample, rank_samples
+from flexcp.runtime.batches import (
+    MicroBatch,
+    count_tokens,
+    load_examples,
+    make_micro_batch,
+    planned_sample,
+    rank_samples,
+)
 
 RANKS = 8
 
@@ -299,3 +306,23 @@ def test_labels_of_another_length_are_refused_by_name(labels: int) -> None:
     ) as caught:
         load_examples(Shifted([7]), make_plan([7], ((0,), (0,))), rank=0)
     assert "unshifted: FlexCP shifts them" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("example", "words"),
+    [
+        ({"input_ids": [1.5, 2.5]}, r"its input_ids are float64 of shape \[2\]"),
+        ({"input_ids": [[1], [2]]}, r"its input_ids are int64 of shape \[2, 1\]"),
+        ({"input_ids": ["a", "b"]}, r"its input_ids are <U1 of shape \[2\]"),
+        ({"input_ids": [1, -1]}, "its input_ids hold -1"),
+        ({"input_ids": [1, 2], "labels": [0.5, 1.5]}, r"its labels are float64 of shape \[2\]"),
+        ({"input_ids": [1, 2], "labels": [-5, -100]}, "its labels hold -5"),
+        ({"input_ids": [1, 2], "labels": [-100]}, "it has 2 tokens and 1 labels"),
+    ],
+)
+def test_tokens_and_labels_are_whole_numbers(example: dict[str, Any], words: str) -> None:
+    """Anything else would be rounded, or end in a kernel of the accelerator."""
+    with pytest.raises(DataError, match=words):
+        count_tokens(example)
+    assert count_tokens({"input_ids": torch.tensor([3, 0]), "labels": np.array([-100, 2])}) == 2
+    assert count_tokens({"input_ids": []}) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -14,11 +15,21 @@ import torch
 import torch.distributed as dist
 
 from flexcp.attention import Message
-from flexcp.core.errors import ConfigError, DataError, RankFailedError, SampleTooLongError
+from flexcp.core.errors import (
+    ConfigError,
+    DataError,
+    RankFailedError,
+    RankLostError,
+    RunError,
+    SampleTooLongError,
+)
 from flexcp.runtime import launch as launch_module
 from flexcp.runtime.collectives import on_first_rank, peers_in_reach
 from flexcp.runtime.launch import launch, under_torchrun
+from flexcp.runtime.rank_process import RankProcess
 from flexcp.runtime.rendezvous import store_of_this_start
+from flexcp.runtime.signals import StopOnSignal
+from flexcp.runtime.status import tell
 from flexcp.runtime.transport import Transport
 
 
@@ -157,6 +168,53 @@ def test_a_rank_that_dies_silently_is_named(how: str, nproc: int, words: str) ->
         launch(die, nproc, (how,), deadline_s=60)
 
     assert time.monotonic() - started_s < 40
+
+
+def interrupt_oneself(world: Any) -> str:
+    os.kill(os.getpid(), signal.SIGINT)
+    return "deaf"
+
+
+def test_an_interrupt_is_the_launchers_alone() -> None:
+    """Ctrl-C reaches every process of a terminal; a rank that heard it would print a trace of its own."""
+    assert launch(interrupt_oneself, 2, deadline_s=60) == ["deaf", "deaf"]
+
+
+def test_an_interrupt_while_ranks_start_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that has just been started would wait for the others, and the launcher's exit for it."""
+    start = RankProcess.start
+
+    def start_and_interrupt(rank: RankProcess) -> None:
+        start(rank)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RankProcess, "start", start_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        launch(interrupt_oneself, 2)
+
+    assert multiprocessing.active_children() == []
+
+
+def die_when_told_to_end(world: Any) -> None:
+    """The last rank tells the launcher to end the run, and is killed before it could."""
+    with StopOnSignal():
+        tell("training", 3)
+        dist.barrier()
+        if world.rank == world.size - 1:
+            os.kill(os.getppid(), signal.SIGTERM)
+            time.sleep(1.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+
+
+def test_a_rank_lost_after_sigterm_is_no_rank_to_go_on_without() -> None:
+    """An elastic launcher that was told to end must not start the others again."""
+    with pytest.raises(
+        RunError, match=r"after SIGTERM, rank 1 on .*, in step 3, training, was killed"
+    ) as caught:
+        launch(die_when_told_to_end, 2, deadline_s=60)
+
+    assert not isinstance(caught.value, RankLostError)
 
 
 def test_ranks_share_a_device_only_when_told_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +24,8 @@ from flexcp.core.sample import Sample, samples_from_lengths
 from flexcp.cost.model import cost_model
 from flexcp.cost.presets import hardware
 from flexcp.planner import Planner, serve
+from flexcp.planner.check import check_answer
+from flexcp.runtime import planning
 from flexcp.runtime.planning import PlannerProcess, Planning
 
 SHAPE = ModelShape("tiny", 2, 32, 4, 2, 8, 48, 97)
@@ -199,3 +204,94 @@ def test_the_process_does_not_outlive_its_parent(leaves_after_s: float) -> None:
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
     wait_for_the_end_of(int(ran.stdout))
     assert ran.returncode == -signal.SIGKILL
+
+
+def test_a_stopped_process_is_ended_and_started_again(
+    process: PlannerProcess, notices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody who waits for its answer could tell it from one that plans for long."""
+    monkeypatch.setattr(planning, "STOPPED_S", 1.0)
+    stopped = process.pid
+    os.kill(stopped, signal.SIGSTOP)
+
+    assert process.ask(serve.request_line(PLANNER, SAMPLES)) == PLANNER(SAMPLES).to_json()
+    assert has_ended(stopped)
+    [notice] = notices
+    assert notice.startswith(
+        f"the planner process {stopped} of rank 0 was stopped (SIGSTOP) for 1 s and ended; it was started"
+    )
+
+
+def test_a_process_whose_asker_is_gone_says_nothing() -> None:
+    """A killed rank 0 is named by the launcher; a trace of its planner would only hide that."""
+    command = [sys.executable, "-c", planning._SERVE, json.dumps(sys.path), str(os.getpid())]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as asked:
+        assert asked.stdin is not None
+        assert asked.stdout is not None
+        assert asked.stderr is not None
+        asked.stdout.close()
+        asked.stdin.write(serve.request_line(PLANNER, SAMPLES))
+        asked.stdin.close()
+
+        assert asked.stderr.read() == ""
+        assert asked.wait() == 1
+
+
+class Own:
+    """A planner of the user's own."""
+
+    cluster = PLANNER.cluster
+
+    def __init__(self, plan: Callable[[Sequence[Sample]], Any]) -> None:
+        self._plan = plan
+
+    def __call__(self, samples: Sequence[Sample]) -> Any:
+        return self._plan(samples)
+
+
+def twice(samples: Sequence[Sample]) -> Plan:
+    """Every task is run by a rank and once more by itself."""
+    plan = PLANNER(samples)
+    return replace(plan, tasks=tuple(replace(task, ranks=(0, 0)) for task in plan.tasks))
+
+
+def no_idea(samples: Sequence[Sample]) -> Plan:
+    raise LookupError("no idea")
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (lambda samples: None, "the plan of Own cannot run: it is a NoneType"),
+        (lambda samples: PLANNER(samples[1:]), "its samples are others than those that were to be planned"),
+        (lambda samples: PLANNER(samples[::-1]), "its samples are others than those that were to be planned"),
+        (replace(PLANNER, cluster=Cluster(7, 1000, 3)), "it is for 7 ranks of 6"),
+        (twice, "task 0 names rank 0 2 times"),
+        (no_idea, r"Own raised LookupError: no idea \(.*test_planning.py, line "),
+    ],
+)
+def test_a_planner_of_ones_own_is_not_taken_at_its_word(
+    notices: list[str], plan: Callable[[Sequence[Sample]], Any], words: str
+) -> None:
+    """Another plan than the one asked for would train other samples, or hang."""
+    planning_own = Planning(Own(plan), notices.append)
+    with pytest.raises(RunError, match=words):
+        planning_own.submit(SAMPLES).result()
+    planning_own.close()
+    assert check_answer(PLANNER(SAMPLES), SAMPLES, PLANNER.cluster) == ()
+
+
+def test_an_error_does_not_wait_for_a_planner_that_hangs(notices: list[str]) -> None:
+    """The other ranks would, for this rank's word."""
+    go_on = threading.Event()
+    planning_own = Planning(Own(lambda samples: go_on.wait(60)), notices.append)
+    answer = planning_own.submit(SAMPLES)
+    planning_own.close(wait=False)
+    had_answered = answer.done()
+    go_on.set()
+    with pytest.raises(RunError, match="it is a bool"):
+        answer.result(60)
+
+    assert not had_answered

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ import pytest
 import torch
 from tests.distributed.test_training import losses, make_config
 
-from flexcp.core.errors import CheckpointError, ConfigError, FlexCPError, LossError, RankFailedError
+from flexcp.core.errors import CheckpointError, ConfigError, FlexCPError, LossError, RankFailedError, RunError
 from flexcp.runtime import checkpoint as checkpoints_module
-from flexcp.runtime.checkpoint import checkpoints, read_state, save_checkpoint
+from flexcp.runtime.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
 from flexcp.runtime.launch import World, joined_world
 from flexcp.train import trainer
 from flexcp.train.capacity import capacity_tokens, hopeless_notice
@@ -174,7 +175,7 @@ def test_what_cannot_be_written_down_is_saved(
 
     monkeypatch.setattr(Outputs, "_append", fail)
     config = config_of(tmp_path, run__steps=5, run__eval_every=2, data__eval_samples=3)
-    with pytest.raises(FlexCPError, match="OSError: disk full"):
+    with pytest.raises(FlexCPError, match=r"cannot be written to .*: disk full\nMake room"):
         trainer.train(world, config, quiet=True)
 
     assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == [saved]
@@ -194,6 +195,92 @@ def test_nothing_is_saved_with_a_rank_that_is_lost(
         trainer.train(world, config_of(tmp_path, run__steps=5), quiet=True)
 
     assert checkpoints(tmp_path / "run" / "checkpoints") == []
+
+
+@pytest.mark.parametrize("what", ["evaluation", "finish"])
+def test_a_run_folder_that_goes_away_is_a_sentence(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Removed under the run, before what rank 0 writes beside steps; what was learnt is saved."""
+    write = getattr(Outputs, what)
+
+    def remove_and_write(outputs: Outputs, *values: Any) -> None:
+        shutil.rmtree(tmp_path / "run")
+        write(outputs, *values)
+
+    monkeypatch.setattr(Outputs, what, remove_and_write)
+    config = config_of(tmp_path, run__steps=2, run__trackers=(), data__eval_samples=3)
+    with pytest.raises(RunError, match=r"cannot be written to .*/run/.*: No such file"):
+        trainer.train(world, config, quiet=True)
+
+    saved = checkpoints(tmp_path / "run" / "checkpoints")
+    assert [path.name for path in saved] == (["step-00000002"] if what == "evaluation" else [])
+
+
+DAMAGES: list[tuple[dict[str, Any], str]] = [
+    ({"schema": "flexcp.checkpoint/2"}, "has schema 'flexcp.checkpoint/2'; this version reads"),
+    ({"step": "2"}, "its step is '2'"),
+    ({"step": -1}, "its step is -1"),
+    ({"step": 1}, r"\(engine.step is 2 and step 1\)"),
+    ({"ranks": -1}, r"\(ranks: Input should be greater than 0\)"),
+    ({"ranks": None}, r"\(ranks: Input should be a valid integer\)"),
+    ({"max_tokens": "x"}, r"\(max_tokens: "),
+    ({"engine": []}, r"\(engine: "),
+    ({"engine": {"step": 2}}, r"\(engine.skipped_steps: Field required\)"),
+    ({"schedule": {}}, r"\(schedule.last_epoch: "),
+    ({"made_with": [1]}, r"\(made_with: "),
+    ({"optimizer": None}, r"\(optimizer: "),
+]
+
+
+def test_a_damaged_checkpoint_is_refused_by_what_is_wrong(world: World, tmp_path: Path) -> None:
+    """Missing or of another type, whatever it is; and all of it is named before anything is loaded."""
+    trainer.train(world, config_of(tmp_path, run__steps=2), quiet=True)
+    file = checkpoints(tmp_path / "run" / "checkpoints")[-1] / "flexcp.json"
+    whole = file.read_text()
+    for change, words in DAMAGES:
+        file.write_text(json.dumps({**json.loads(whole), **change}))
+        with pytest.raises(CheckpointError, match=words):
+            trainer.train(world, config_of(tmp_path, run__steps=3), resume=True, quiet=True)
+    for text in ("", "[1]", whole[:40], "[" * 100_000):
+        file.write_text(text)
+        with pytest.raises(CheckpointError, match="is not a FlexCP checkpoint"):
+            trainer.train(world, config_of(tmp_path, run__steps=3), resume=True, quiet=True)
+
+
+def test_weights_that_changed_on_the_disk_are_refused(world: World, tmp_path: Path) -> None:
+    """A single bit of a weight: torch itself reads it without a word."""
+    folder = save(tmp_path, 1, mark=0)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    [file] = folder.glob("*.distcp")
+    whole = file.read_bytes()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    marks = [whole.index(weights.numpy().tobytes()) for weights in read_weights(folder)]
+    for place in marks:
+        damaged = bytearray(whole)
+        damaged[place] ^= 0x40
+        file.write_bytes(bytes(damaged))
+        with pytest.raises(CheckpointError, match=r"\.distcp is damaged"):
+            load_checkpoint(folder, model, optimizer)
+    for size in (0, len(whole) // 2):
+        file.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=r"\.distcp is damaged"):
+            load_checkpoint(folder, model, optimizer)
+
+    assert all(bool((parameter == 7.0).all()) for parameter in model.parameters())
+    file.write_bytes(whole)
+    load_checkpoint(folder, model, optimizer)
+    assert not any(bool((parameter == 7.0).any()) for parameter in model.parameters())
+
+
+def read_weights(folder: Path) -> list[torch.Tensor]:
+    """Those of a checkpoint of `save`."""
+    model = torch.nn.Linear(2, 2)
+    load_checkpoint(folder, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def test_a_resumed_run_leaves_the_checkpoint_that_it_read(

@@ -69,6 +69,11 @@ def test_an_unknown_name_comes_with_the_nearest(run_file: Any, text: str, cause:
         ("[optimizer]\nlr = -1.0\n", "optimizer.lr = -1.0: Input should be greater than 0"),
         ("[optimizer]\nbetas = [0.9]\n", "optimizer.betas.1 = "),
         ("run = 3\n", "run = 3: Input should be an object"),
+        (
+            "[run]\nglobal_batch = 10000000000\n",
+            "run.global_batch = 10000000000: Input should be less than or",
+        ),
+        ("[run]\ntimeout_s = 1e-9\n", "run.timeout_s = 1e-09: Input should be greater than or equal to 1"),
     ],
 )
 def test_a_wrong_value_is_named_by_its_key(run_file: Any, text: str, cause: str) -> None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import traceback
 from collections.abc import Iterable
 
 
@@ -53,6 +54,13 @@ def error_to_json(error: BaseException) -> str:
     if isinstance(error, FlexCPError):
         return json.dumps({"kind": type(error).__name__, "cause": error.cause, "remedy": error.remedy})
     return json.dumps({"kind": "RunError", "cause": f"{type(error).__name__}: {error}", "remedy": ""})
+
+
+def summary_of(error: BaseException) -> str:
+    """Kind, text and place of an error that is not FlexCP's own, in one line; the trace does not travel."""
+    places = traceback.extract_tb(error.__traceback__)
+    place = f" ({places[-1].filename}, line {places[-1].lineno})" if places else ""
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def error_from_json(text: str) -> FlexCPError:

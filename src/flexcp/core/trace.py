@@ -87,15 +87,24 @@ def pack_of(detail: Mapping[str, Any]) -> tuple[Sample, ...]:
         raise ValueError(error.cause) from None
 
 
+_MAKE_ROOM = "Make room on the disk, then go on from the newest checkpoint."
+
+
 class TraceWriter:
     """Writes the spans of one rank to a new file, from a thread: a span costs no system call.
 
     Spans are kept in memory until `flush`; a rank that is killed leaves those of whole steps behind.
+
+    Raises:
+        RunError: the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise RunError(f"the trace {path} cannot be written: {error}", _MAKE_ROOM) from error
         self._spans: list[Span] = []
         self._closed = False
         self._thread = ThreadPoolExecutor(1, "flexcp-trace")
@@ -140,7 +149,7 @@ class TraceWriter:
         error = next((part.exception() for part in written if part.exception()), None)
         if error is None:
             return
-        remedy = "Make room on the disk, then go on from the newest checkpoint."
+        remedy = _MAKE_ROOM
         if not isinstance(error, OSError):
             remedy = "Give a span details that JSON has: text, numbers, lists and mappings of them."
         raise RunError(f"the trace {self._file.name} cannot be written: {error}", remedy) from error

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from flexcp.core.cluster import Cluster
 from flexcp.core.layout import heads_divide
 from flexcp.core.plan import EXCHANGE_KINDS, Plan, Task
+from flexcp.core.sample import Sample
 from flexcp.cost.model import CostModel, Load
 from flexcp.planner.placement import crosses_nodes
 
@@ -34,6 +36,17 @@ def check(plan: Plan, cost: CostModel | None = None) -> tuple[str, ...]:
     if cost is not None:
         found += _predictions(plan, cost)
     return tuple(found)
+
+
+def check_answer(plan: object, samples: Sequence[Sample], cluster: Cluster) -> tuple[str, ...]:
+    """Why a plan cannot run in place of the one that was asked for; times and memory are not looked at."""
+    if not isinstance(plan, Plan):
+        return (f"it is a {type(plan).__name__}",)
+    if plan.cluster.ranks != cluster.ranks:
+        return (f"it is for {plan.cluster.ranks} ranks of {cluster.ranks}",)
+    if plan.samples != tuple(samples):
+        return ("its samples are others than those that were to be planned",)
+    return (*_samples(plan), *_groups(plan), *_order(plan))
 
 
 def _samples(plan: Plan) -> Iterator[str]:

@@ -73,9 +73,12 @@ def main(parent: int) -> None:
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints must not pass for an answer
-    for request in sys.stdin:
-        answers.write(answer_line(request))
-        answers.flush()
+    try:
+        for request in sys.stdin:
+            answers.write(answer_line(request))
+            answers.flush()
+    except BrokenPipeError:
+        os._exit(1)  # whoever asked is gone; the way out would flush once more
 
 
 def _end_with(parent: int) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexcp.core.cluster import Cluster
-from flexcp.core.errors import ConfigError, DataError, FlexCPError, SampleTooLongError
+from flexcp.core.errors import ConfigError, DataError, FlexCPError, SampleTooLongError, summary_of
 from flexcp.core.layout import Layout, Piece
 from flexcp.core.plan import Plan, Task
 from flexcp.core.sample import IGNORE_INDEX, Sample
@@ -220,10 +220,10 @@ def count_tokens(example: Example) -> int:
     """Of a sample.
 
     Raises:
-        DataError: it has more or fewer labels.
+        DataError: it has more or fewer labels, or anything but one whole number for each.
     """
-    tokens = len(example["input_ids"])
-    labels = len(example.get("labels", example["input_ids"]))
+    tokens = _count(example["input_ids"], "input_ids", ())
+    labels = _count(example["labels"], "labels", (IGNORE_INDEX,)) if "labels" in example else tokens
     if tokens and labels != tokens:
         raise DataError(
             f"it has {tokens} tokens and {labels} labels",
@@ -232,9 +232,23 @@ def count_tokens(example: Example) -> int:
     return tokens
 
 
+def _count(values: Any, name: str, negative: tuple[int, ...]) -> int:
+    numbers = np.asarray(values)
+    if numbers.size == 0:
+        return 0
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+        raise DataError(
+            f"its {name} are {numbers.dtype} of shape {list(numbers.shape)}", "Give one whole number a token."
+        )
+    wrong = numbers[(numbers < 0) & ~np.isin(numbers, negative)]
+    if wrong.size:
+        raise DataError(f"its {name} hold {int(wrong[0])}", "Ids of tokens are 0 or more.")
+    return len(numbers)
+
+
 def reading_failed(dataset: Dataset | Stream, index: int, rank: int, error: Exception) -> DataError:
     """The sentence that ends all ranks when one of them cannot read a sample."""
-    cause, remedy = f"{type(error).__name__}: {error}", ""
+    cause, remedy = summary_of(error), ""
     if isinstance(error, FlexCPError):
         cause, remedy = error.cause, error.remedy
     return DataError(

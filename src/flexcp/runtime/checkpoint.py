@@ -121,15 +121,19 @@ def read_state(path: Path) -> dict[str, Any]:
     """The JSON part of a checkpoint."""
     try:
         state: dict[str, Any] = json.loads((path / _STATE).read_text())
-        schema, _ = state["schema"], int(state["step"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        schema, step = state["schema"], state["step"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is not a FlexCP checkpoint ({error})", "Resume from another one."
+            f"{path} is not a FlexCP checkpoint ({error})", "Remove it to resume from an older one."
         ) from error
     if schema != _SCHEMA:
         raise CheckpointError(
             f"{path} has schema {schema!r}; this version reads {_SCHEMA!r}",
             "Resume with the version of FlexCP that wrote it.",
+        )
+    if type(step) is not int or step < 0:
+        raise CheckpointError(
+            f"{path} is damaged: its step is {step!r}", "Remove it to resume from an older one."
         )
     return state
 

@@ -30,10 +30,10 @@ from flexcp.planner import Planner
 from flexcp.runtime.agreement import require_agreement
 from flexcp.runtime.batches import Dataset, MicroBatch, Stream, check_fits, sample_name
 from flexcp.runtime.collectives import alike, all_gather_rows, collective_device, peers_in_reach
-from flexcp.runtime.feed import Feed, Prepared
+from flexcp.runtime.feed import Ahead, Feed, Prepared
 from flexcp.runtime.launch import DEFAULT_TIMEOUT_S
 from flexcp.runtime.learning import Learning
-from flexcp.runtime.order import require_same_order
+from flexcp.runtime.order import count_of, require_same_order
 from flexcp.runtime.planning import AnyPlanner, Notify, meet
 from flexcp.runtime.settings import data_name, lengths_hash, settings_of
 from flexcp.runtime.sharding import sharding_of
@@ -159,12 +159,16 @@ class Engine:
         begun_s = time.perf_counter()
         planner_of = self._learning.planner if self._learning is not None else None
         ahead = self._feed.ahead(source, self.next_step, planner_of=planner_of)
-        while (prepared := ahead.take()) is not None:
+        while (prepared := self._take(ahead)) is not None:
             yield self._begin(prepared, begun_s)
             self._check_between_steps("the next step")
             if self.stopped:
                 return
             begun_s = time.perf_counter()
+
+    def _take(self, ahead: Ahead) -> Prepared | None:
+        tell("waiting for its plan and data", self.next_step)
+        return ahead.take()
 
     def _begin(self, prepared: Prepared, begun_s: float) -> Step:
         """Open a step."""
@@ -272,13 +276,14 @@ class Engine:
 
         Raises:
             ConfigError: seed, global batch or data differ, so other samples would follow.
+            CheckpointError: it is damaged.
         """
         data = data_name(self.dataset)
         require_same_order(state, seed=self.seed, global_batch=self.global_batch, data=data)
-        self.next_step = state["step"]
-        self.skipped_steps = state["skipped_steps"]
+        self.next_step = count_of(state, "step")
+        self.skipped_steps = count_of(state, "skipped_steps")
         if self._learning is not None:
-            self._learning.load_state_dict(state["learnt_costs"], self.next_step)
+            self._learning.load_state_dict(state.get("learnt_costs", {}), self.next_step)
 
     @property
     def correction(self) -> Correction | None:

@@ -142,7 +142,7 @@ class Feed:
             wait: until it is finished.
         """
         if self._planning is not None:
-            self._planning.close()
+            self._planning.close(wait)
         self._thread.shutdown(wait)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import shutil
 import socket
 import sys
 import tempfile
@@ -163,7 +164,8 @@ def launch(
             say it when it is lost. Without torchrun this launcher reads it, and has a folder of its own.
         share_devices: local ranks may be more than the devices there are, for tests; see `joined_world`.
 
-    SIGTERM is passed on to the ranks, and the run goes on until they end.
+    SIGTERM is passed on to the ranks, and the run goes on until they end. SIGINT (Ctrl-C) is the launcher's
+    alone: it ends the ranks and raises KeyboardInterrupt.
 
     Raises:
         ConfigError: no rank, more than this machine could ever serve, or a `target` that cannot be pickled.
@@ -189,17 +191,18 @@ def launch(
         ) from error
     with tempfile.TemporaryDirectory(prefix="flexcp-") as name:
         folder, ranks = Path(name), list[RankProcess]()
-        try:
-            with passing_on_sigterm(ranks) as told:
+        with passing_on_sigterm(ranks) as told:
+            try:
                 for index in range(nproc):
                     given = (target, args, index, nproc, folder, timeout_s, log_dir, share_devices)
                     ranks.append(RankProcess(index, _child, given, folder, log_dir))
+                    ranks[-1].start()
                 if told.is_set():  # before all of them were there to be told
                     for started in ranks:
                         started.process.terminate()
                 watch(ranks, deadline_s)
-        finally:
-            end(ranks)
+            finally:
+                end(ranks)
         failure = first_error(ranks, deadline_s)
         if isinstance(failure, RankLostError) and told.is_set():
             raise _lost_after_sigterm(failure, ranks)
@@ -249,7 +252,7 @@ def _child(
     log_dir: Path | None,
     share_devices: bool,
 ) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     if log_dir is not None:
         _redirect_output(log_dir / f"rank-{index}.log")
     if sys.platform == "linux":  # looking the host name up is flaky on laptops and in CI
@@ -276,11 +279,15 @@ def _child(
         os._exit(1)
 
 
-def _end_with_parent() -> None:
-    """A launcher that was killed cannot end its ranks, so they watch it: none trains on unseen."""
+def _end_with_parent(folder: Path) -> None:
+    """A launcher that was killed cannot end its ranks, so they watch it: none trains on unseen.
+
+    Nor can it clear its folder away.
+    """
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexcp.core.errors import ConfigError
+from flexcp.core.errors import CheckpointError, ConfigError
 
 Indices = npt.NDArray[np.int64]
 
@@ -79,6 +79,20 @@ def require_same_order(state: Mapping[str, Any], **this_run: int | str) -> None:
                 f"the checkpoint was made with {key} = {state.get(key)}, this run has {value}",
                 "Resume with the same value, or start a new run.",
             )
+
+
+def count_of(state: Mapping[str, Any], key: str) -> int:
+    """A count that a run left.
+
+    Raises:
+        CheckpointError: it is none, so something else has written it.
+    """
+    count = state.get(key)
+    if type(count) is not int or count < 0:
+        raise CheckpointError(
+            f"the state to go on from is damaged: its {key} is {count!r}", "Resume from another checkpoint."
+        )
+    return count
 
 
 def _at_least(name: str, value: int, least: int) -> None:

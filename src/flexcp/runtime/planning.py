@@ -23,12 +23,16 @@ import torch
 import torch.distributed as dist
 
 from flexcp.core.cluster import Cluster
-from flexcp.core.errors import DisagreementError, RunError
+from flexcp.core.errors import DisagreementError, FlexCPError, RunError, summary_of
 from flexcp.core.plan import Plan
 from flexcp.core.sample import Sample
 from flexcp.planner import Planner
+from flexcp.planner.check import check_answer
 from flexcp.planner.serve import read_answer, request_line
 from flexcp.runtime.collectives import all_gather_rows, collective_device, raise_first
+from flexcp.runtime.standstill import STOPPED_S, is_stopped
+
+_LOOK_S = 1.0
 
 Notify = Callable[[str], object]
 
@@ -79,18 +83,39 @@ class Planning:
     def _make(self, samples: Sequence[Sample], planner: AnyPlanner) -> MadePlan:
         start_s = time.perf_counter()
         if self.process is None:
-            text = planner(samples).to_json()
+            text = _own_plan(planner, samples).to_json()
         else:
             text = self.process.ask(request_line(cast(Planner, planner), samples))
         return MadePlan(text, time.perf_counter() - start_s)
 
-    def close(self) -> None:
-        """End thread and process. Unfinished plans of the process fail; others are waited for."""
+    def close(self, wait: bool = True) -> None:
+        """End thread and process. Unfinished plans of the process fail; others are waited for.
+
+        Args:
+            wait: for them, too.
+        """
         if self.process is not None:
             self.process.end()
-        self._pool.shutdown()
+        self._pool.shutdown(wait or self.process is not None)
         if self.process is not None:
             self.process.close()
+
+
+def _own_plan(planner: AnyPlanner, samples: Sequence[Sample]) -> Plan:
+    """What a planner of the user's own plans; other samples, or a rank twice, would train something else."""
+    name = type(planner).__name__
+    try:
+        plan = planner(samples)
+    except FlexCPError:
+        raise
+    except Exception as error:
+        raise RunError(f"{name} raised {summary_of(error)}", "Mend this planner.") from error
+    if wrong := check_answer(plan, samples, planner.cluster):
+        raise RunError(
+            f"the plan of {name} cannot run: {'; '.join(wrong[:3])}",
+            "A planner plans every sample that it is given, in their order, for its own cluster.",
+        )
+    return plan
 
 
 class PlannerProcess:
@@ -108,6 +133,18 @@ class PlannerProcess:
         self._started_again = False
         self._ended = False
         self._lock = threading.Lock()  # between starting again and ending, by two threads
+        self._was_stopped = False
+        self._over = threading.Event()
+        threading.Thread(target=self._look, name="flexcp-planner-look", daemon=True).start()
+
+    def _look(self) -> None:
+        """End a process that somebody has stopped: its silence looks like that of a long plan."""
+        stopped_s = 0.0
+        while not self._over.wait(_LOOK_S):
+            stopped_s = stopped_s + _LOOK_S if is_stopped(self.pid) else 0.0
+            if stopped_s >= STOPPED_S:
+                self._was_stopped, stopped_s = True, 0.0
+                self._process.kill()
 
     @property
     def pid(self) -> int:
@@ -136,7 +173,10 @@ class PlannerProcess:
 
     def _start_again(self) -> None:
         self._refuse_if_ended()
-        died = f"the planner process {self.pid} of rank 0 {_end_of(self._process)}"
+        how = _end_of(self._process)
+        if self._was_stopped:
+            how, self._was_stopped = f"was stopped (SIGSTOP) for {STOPPED_S:.0f} s and ended", False
+        died = f"the planner process {self.pid} of rank 0 {how}"
         if self._started_again:
             raise RunError(
                 f"{died}, after it had been started again once",
@@ -157,6 +197,7 @@ class PlannerProcess:
 
     def end(self) -> None:
         """Kill it; a request under way fails, and none is started again."""
+        self._over.set()
         with self._lock:
             self._ended = True
             self._process.kill()

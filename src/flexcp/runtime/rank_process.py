@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -21,13 +22,13 @@ import torch.distributed as dist
 
 from flexcp.core.errors import FlexCPError, InputError, RankFailedError, RankLostError
 from flexcp.runtime.collectives import is_out_of_memory
+from flexcp.runtime.standstill import STOPPED_S, is_stopped
 from flexcp.runtime.status import read_status
 
 _POLL_S = 0.5
 _SETTLE_S = 1.5  # after a first failure: time for the others to say why they failed too
 _LEAVE_S = 5.0  # for ranks that have said their last word to leave
 _PATIENCE_S = 10.0  # the same where all who spoke only lost another: who is silent then has stalled
-_STOPPED_S = 15.0  # a process that somebody stopped may go on for so long
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,21 @@ class RankProcess:
         self._logs = f"Its output is in {log_dir}." if log_dir else "Its output is above."
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe(duplex=False)
+        self._theirs = theirs
         self.process: SpawnProcess = context.Process(target=child, args=(theirs, *args), daemon=False)
-        self.process.start()
-        theirs.close()
+
+    def start(self) -> None:
+        """Start the process, deaf to SIGINT: Ctrl-C reaches all of a terminal, and the launcher ends them.
+
+        Here it is heard when the process stands, which whoever waits for it must know of.
+        """
+        resource_tracker.ensure_running()  # it would be started below, and lift the mask
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._theirs.close()
 
     def collect(self) -> None:
         """Take the result if it has come."""
@@ -85,8 +98,8 @@ class RankProcess:
         """
         if self._was_stopped:
             return  # what was decided stands, though it may go on while the others speak
-        is_stopped = self.result is None and _is_stopped(self.process.pid)
-        self._stopped_s = self._stopped_s + min(passed_s, 2 * _POLL_S) if is_stopped else 0.0
+        stands_still = self.result is None and is_stopped(self.process.pid)
+        self._stopped_s = self._stopped_s + min(passed_s, 2 * _POLL_S) if stands_still else 0.0
 
     @property
     def done(self) -> bool:
@@ -103,7 +116,7 @@ class RankProcess:
 
     @property
     def _was_stopped(self) -> bool:
-        return self._stopped_s >= _STOPPED_S
+        return self._stopped_s >= STOPPED_S
 
     @property
     def blames_others(self) -> bool:
@@ -136,7 +149,7 @@ class RankProcess:
         """The error that the parent raises for this rank."""
         if self._was_stopped:
             return RankLostError(
-                f"{self.where} stalled: its process was stopped (SIGSTOP) for {_STOPPED_S:.0f} s",
+                f"{self.where} stalled: its process was stopped (SIGSTOP) for {STOPPED_S:.0f} s",
                 "Find out who stopped it; --resume goes on from the newest checkpoint.",
             )
         if self.result is None:
@@ -164,15 +177,6 @@ def result_of(error: BaseException, trace: str) -> Result:
         about_others=_is_about_others(error),
         out_of_memory=_ran_out_of_memory(error),
     )
-
-
-def _is_stopped(pid: int | None) -> bool:
-    """Whether a process is stopped by a signal; never so where the system has no /proc to say it."""
-    try:
-        # The name of the program comes before the state, in brackets, and may hold any.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (OSError, IndexError):
-        return False
 
 
 def _ran_out_of_memory(error: BaseException | None) -> bool:
@@ -231,6 +235,7 @@ def watch(ranks: Sequence[RankProcess], deadline_s: float | None) -> None:
 
 def end(ranks: Sequence[RankProcess]) -> None:
     """Wait for ranks that have spoken, end those that have not: they have nothing left to save."""
+    ranks = [rank for rank in ranks if rank.process.pid is not None]
     for rank in ranks:
         if rank.result is None and rank.process.is_alive():
             rank.ended_by_us = True
@@ -251,8 +256,9 @@ def first_error(ranks: Sequence[RankProcess], deadline_s: float | None) -> FlexC
     first = min(failed, key=lambda rank: rank.blame, default=None)
     if first is not None and first.blames_others and silent:
         told = "" if first.result is None else first.result.summary
+        where = "; ".join(rank.where for rank in silent).rstrip(",")
         return RankLostError(
-            f"{'; '.join(rank.where for rank in silent)}: stalled, and was ended; rank {first.index}: {told}",
+            f"{where}: stalled, and was ended; rank {first.index}: {told}",
             "Its process was stopped, or waits for something outside; a longer run.timeout_s waits longer.",
         )
     if first is not None:
@@ -272,5 +278,5 @@ def _with_place(error: FlexCPError, first: RankProcess, ranks: Sequence[RankProc
     alike = own is not None and all(other is not None and other.cause == own.cause for other in others)
     if error is not own or isinstance(own, InputError) or (alike and len(others) == len(ranks) - 1):
         return error
-    FlexCPError.__init__(error, f"{first.where}: {own.cause}", own.remedy)
+    FlexCPError.__init__(error, f"{first.where.rstrip(',')}: {own.cause}", own.remedy)
     return error

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import zipfile
+import zlib
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -16,7 +18,8 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from flexcp.core.errors import CheckpointError
 
@@ -44,7 +47,7 @@ class SafeReader(FileSystemReader):
 
     Raises:
         CheckpointError: the table of contents names anything but the classes it is made of, or a file
-            outside of its folder.
+            outside of its folder; a tensor or value was changed on the disk.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -60,6 +63,15 @@ class SafeReader(FileSystemReader):
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """What this rank needs; torch writes checksums and reads without a look at them."""
+        for item in plan.items:
+            part = self.storage_data[item.storage_index]
+            with (Path(self.path) / part.relative_path).open("rb") as file:
+                file.seek(part.offset)
+                _require_sound(file.read(part.length), part.relative_path)
+        return super().read_data(plan, planner)
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
@@ -83,6 +95,20 @@ class _TableUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         raise _refused("an object kept elsewhere")
+
+
+def _require_sound(data: bytes, name: str) -> None:
+    """Whether a tensor or value is as it was written: torch keeps each as a zip file with checksums."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as parts:
+            damaged = parts.testzip()
+    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, zlib.error) as error:
+        damaged = str(error)
+    if damaged is not None:
+        raise CheckpointError(
+            f"{name} is damaged: its bytes are not those that were written ({damaged})",
+            "Remove this checkpoint to resume from an older one.",
+        )
 
 
 def _refused(what: str) -> CheckpointError:

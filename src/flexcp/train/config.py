@@ -104,7 +104,7 @@ class RunSection(_Section):
 
     folder: Path = Path("runs/default")
     steps: int = Field(default=100, ge=1)
-    global_batch: int = Field(default=32, ge=1)
+    global_batch: int = Field(default=32, ge=1, le=2**20)
     seed: int = Field(default=0, ge=0, lt=2**63)
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
     gradient_checkpointing: bool = False
@@ -125,7 +125,7 @@ class RunSection(_Section):
     )
     new_budget: bool = Field(default=False, description="resume with another parallel.tokens_per_rank")
     timeout_s: float = Field(
-        default=600.0, gt=0, le=7 * 86400, description="a rank that is silent for longer ends the run"
+        default=600.0, ge=1, le=7 * 86400, description="a rank that is silent for longer ends the run"
     )
 
 

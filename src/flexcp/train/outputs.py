@@ -9,6 +9,8 @@ import contextlib
 import json
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 from torch import nn
 
-from flexcp.core.errors import ConfigError
+from flexcp.core.errors import ConfigError, RunError
 from flexcp.core.metrics import StepReport
 from flexcp.core.run_folder import RunInfo, attempt_path, drop_later, metrics_path
 from flexcp.core.trace import read_spans, to_perfetto
@@ -84,6 +86,22 @@ class Outputs:
                 closing.enter_context(contextlib.suppress(Exception))
             for tracker in self._trackers:
                 closing.callback(tracker.close, failed=error is not None)
+
+    @contextmanager
+    def in_a_sentence(self) -> Iterator[None]:
+        """A disk that is full, or a folder or terminal that is gone.
+
+        Raises:
+            RunError: in place of an OSError inside.
+        """
+        try:
+            yield
+        except OSError as error:
+            where = error.filename or f"{self._folder} or the terminal"
+            raise RunError(
+                f"what the run has to show cannot be written to {where}: {error.strerror or error}",
+                "Make room, or see who removed it; --resume goes on from the newest checkpoint.",
+            ) from error
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Long work before step 0."""

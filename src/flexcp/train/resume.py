@@ -6,12 +6,61 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 from torch.optim.lr_scheduler import LambdaLR
 
 from flexcp.core.errors import CheckpointError
 from flexcp.train.config import TrainConfig
 
 BUDGET = "parallel.tokens_per_rank"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Engine(_Part):
+    step: NonNegativeInt
+    skipped_steps: NonNegativeInt
+    learnt_costs: dict[str, Any]
+
+
+class _Schedule(_Part):
+    last_epoch: NonNegativeInt
+
+
+class _State(_Part):
+    """What a run reads of the JSON part of a checkpoint."""
+
+    step: NonNegativeInt
+    steps: PositiveInt
+    ranks: PositiveInt
+    max_tokens: PositiveInt
+    engine: _Engine
+    schedule: _Schedule
+    made_with: dict[str, str]
+    optimizer: dict[str, Any]
+
+
+def require_whole(name: str, state: Mapping[str, Any]) -> None:
+    """Whether the JSON part of a checkpoint holds what a run reads of it.
+
+    Raises:
+        CheckpointError: something is missing or of another type; it is named.
+    """
+    try:
+        step = _State.model_validate(state).engine.step
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    else:
+        if step == state["step"]:
+            return
+        what = f"engine.step is {step} and step {state['step']}"
+    raise CheckpointError(
+        f"{name} is damaged: its flexcp.json does not say what a run needs ({what})",
+        "Remove this checkpoint to resume from an older one.",
+    )
 
 
 def require_same_run(
@@ -58,7 +107,7 @@ def apply_settings(
 def changes(state: Mapping[str, Any], config: TrainConfig) -> Iterator[str]:
     """What the user should know of a run that goes on otherwise than it began."""
     for name, value in config.optimizer.model_dump(mode="json").items():
-        if (old := state["optimizer"][name]) != value:
+        if (old := state["optimizer"].get(name, value)) != value:
             yield f"optimizer.{name} was {old} and is {value} from step {state['step']} on"
     steps = config.run.steps
     if state["steps"] != steps:

@@ -52,7 +52,7 @@ from flexcp.train.images import model_images, price_of
 from flexcp.train.model import build_model, compute_dtype, model_config
 from flexcp.train.notices import notices
 from flexcp.train.outputs import Outputs
-from flexcp.train.resume import BUDGET, apply_settings, changes, require_same_run, settings_of
+from flexcp.train.resume import BUDGET, apply_settings, changes, require_same_run, require_whole, settings_of
 from flexcp.train.utilization import Utilization, peak_flops_per_s, slowest
 
 
@@ -94,21 +94,23 @@ def train(
     with alike("opening the run folder"):
         checkpoint = checkpoint_to_resume(run.folder, resume or (elastic and bool(newest)))
         state = read_state(checkpoint) if checkpoint else {"step": 0}
+        if checkpoint:
+            require_whole(checkpoint.name, state)
         first_step = state["step"]
         shown = world.rank == 0 and not quiet
         outputs = Outputs(config, first_step, rank=world.rank, shown=shown)
-    with outputs:
+    with outputs, contextlib.ExitStack() as to_the_end:
         capacity = partial(capacity_tokens, config, world, elastic, state.get("max_tokens"))
         corpus = open_corpus(config.data, capacity, run.seed, outputs.progress, _images(config))
         planner, model = _build(config, corpus, world)
         optimizer = _optimizer(model, config.optimizer)
         schedule = LambdaLR(optimizer, partial(learning_rate_factor, config.optimizer, run.steps))
-        with alike("opening trackers and calibration"):
+        with alike("opening trackers and calibration"), outputs.in_a_sentence():
             outputs.describe(corpus, model, planner)
             for text in notices(config, corpus, world, ranks_left(world) if elastic else world.size):
                 outputs.notice(text)
         with contextlib.ExitStack() as stack:
-            stop = stack.enter_context(StopOnSignal())
+            stop = to_the_end.enter_context(StopOnSignal())  # who ends a run may say it twice
             stack.enter_context(enable(model))
             trace = stack.enter_context(TraceWriter(trace_path(run.folder, first_step, world.rank)))
             engine = stack.enter_context(
@@ -142,7 +144,8 @@ def train(
             save_pretrained(model, run.folder / "model", corpus.tokenizer, start=config.model.pretrained)
             outputs.notice(f"the model is in {run.folder / 'model'}, as transformers loads it")
         dist.barrier()  # all traces are closed
-        outputs.finish(loop.eval_losses)
+        with alike("writing down the run"), outputs.in_a_sentence():
+            outputs.finish(loop.eval_losses)
         return RunSummary(tuple(loop.reports), loop.eval_losses, run.folder)
 
 
@@ -203,7 +206,7 @@ class _Loop:
     def _writing_down(self, done: int) -> Iterator[None]:
         """What one rank cannot write, or refuses, ends all, with a checkpoint."""
         try:
-            with alike("writing down a step"):
+            with alike("writing down a step"), self.outputs.in_a_sentence():
                 yield
         except RankFailedError:
             raise  # nobody is there to save with
@@ -219,7 +222,7 @@ class _Loop:
         settings = settings_of(self.optimizer)
         load_checkpoint(checkpoint, self.model, self.optimizer)
         self.engine.load_state_dict(state["engine"])
-        self.schedule.load_state_dict(state["schedule"])
+        self.schedule.last_epoch = state["schedule"]["last_epoch"]  # all else of it is of the config
         apply_settings(self.optimizer, self.schedule, settings)
         for text in changes(state, config):
             self.outputs.notice(text)
@@ -242,10 +245,9 @@ class _Loop:
         if done in (0, self._saved_step):
             return
         self._saved_step = done
-        schedule = {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"}
         state = {
             "engine": self.engine.state_dict(),
-            "schedule": {**schedule, "lr_lambdas": [None]},
+            "schedule": {"last_epoch": self.schedule.last_epoch},
             "made_with": self._identity(self.engine.planner.cluster.ranks),
             "ranks": self.engine.planner.cluster.ranks,
             "max_tokens": self.max_tokens,
