@@ -17,7 +17,7 @@ from flexcp.cost.model import cost_model
 from flexcp.cost.presets import hardware
 from flexcp.planner import Planner
 from tests.harness import run_ranks
-from tests.models import ListDataset, reference_step, tiny_model
+from tests.models import VOCAB, ListDataset, reference_step, tiny_model
 
 SHAPE = ModelShape("tiny", 2, 32, 4, 2, 8, 48, 97)
 LENGTHS = [37, 12, 61, 5, 1, 90, 23, 2, 44, 71, 3, 128, 17, 29, 8, 53, 31, 7, 100]
@@ -154,6 +154,14 @@ def test_evaluation_small_batches_and_communicators() -> None:
         assert found["groups at start"] <= 3  # the world, one parent of all rings, one of plans and data
 
 
+class Foreign(ListDataset):
+    """Its second sample ends with a token that the model does not know."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        example = dict(super().__getitem__(index))
+        return {**example, "input_ids": [*example["input_ids"][:-1], VOCAB]} if index == 1 else example
+
+
 def provoke(world: Any) -> dict[str, str]:
     """Every refusal that must reach all ranks alike, and the text it comes with."""
     from flexcp.integrations.transformers import enable
@@ -183,6 +191,7 @@ def provoke(world: Any) -> dict[str, str]:
         lying = ListDataset([10, 20])
         lying.lengths = np.array([10, 21])
         expect("changed", DataError, build(lying))
+        expect("foreign", DataError, build(Foreign([10, 20, 30])))
         wrapped = torch.nn.parallel.DistributedDataParallel(tiny_model())
         expect("buffers", ConfigError, build(model=wrapped))
         expect("plans", DisagreementError, lambda: _tampered(build()()))
@@ -220,6 +229,8 @@ def test_bad_input_ends_all_ranks_with_one_sentence() -> None:
     assert "plans for 3 ranks, the world has 2" in first["ranks"]
     assert "global_batch is 0" in first["batch"]
     assert "sample 1 has 20 tokens, its length was 21" in first["changed"]
+    assert f"token {VOCAB} occurs in sample" in first["foreign"]
+    assert f"the model knows {VOCAB} tokens" in second["foreign"]
     assert "broadcasts buffers" in first["buffers"]
     assert "rank 0 and ranks [1] hold different plans" in first["plans"]
     assert "rank 1 and ranks [0] hold different plans" in second["plans"]

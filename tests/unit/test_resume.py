@@ -217,6 +217,17 @@ def test_a_run_folder_that_goes_away_is_a_sentence(
     assert [path.name for path in saved] == (["step-00000002"] if what == "evaluation" else [])
 
 
+def test_a_run_folder_is_of_one_run_at_a_time(world: World, tmp_path: Path) -> None:
+    """A second run is refused while the first one writes, and none once it has ended."""
+    config = config_of(tmp_path, run__steps=1)
+    other = Outputs(config, 0, rank=0, shown=False)
+    with other, pytest.raises(ConfigError, match="another run is writing to"):
+        trainer.train(world, config, quiet=True)
+    trainer.train(world, config, quiet=True)
+
+    assert sorted(losses(tmp_path / "run")) == [0]
+
+
 DAMAGES: list[tuple[dict[str, Any], str]] = [
     ({"schema": "flexcp.checkpoint/2"}, "has schema 'flexcp.checkpoint/2'; this version reads"),
     ({"step": "2"}, "its step is '2'"),
@@ -389,7 +400,7 @@ def test_a_removal_that_is_cut_short_leaves_no_checkpoint(
 def test_a_folder_that_cannot_be_made_is_a_sentence(world: World, tmp_path: Path) -> None:
     """On all ranks; it is rank 0 that makes it."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be made"):
+    with pytest.raises(ConfigError, match="cannot be made or written"):
         trainer.train(world, config_of(tmp_path, run__folder=tmp_path / "file" / "run"), quiet=True)
 
 

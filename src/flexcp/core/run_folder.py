@@ -4,6 +4,7 @@ run.json                             what ran, on what, in the newest attempt
 metrics.jsonl                        one line a step (`core.metrics`), and one an evaluation
 trace/from-step-*/run.json           what ran in one attempt: it may have other ranks, budgets or costs
 trace/from-step-*/rank-*.jsonl       spans of each rank in that attempt (`core.trace`)
+.lock                                held by the process that writes the others
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import IO, Any, Literal, get_args
 
 from flexcp.core.cluster import Cluster
-from flexcp.core.errors import InputError
+from flexcp.core.errors import ConfigError, InputError
 from flexcp.core.jsonl import parse_json, read_lines, readable, whole
 from flexcp.core.metrics import StepReport
 from flexcp.core.plan import Mode
@@ -52,6 +53,31 @@ class RunInfo:
         for where in (folder, attempt_path(folder, first_step)):
             where.mkdir(parents=True, exist_ok=True)
             (where / "run.json").write_text(text, encoding="utf-8")
+
+
+def claim(folder: Path) -> IO[str]:
+    """The lock of a run folder, until it is closed or this process ends: two runs would mix their lines.
+
+    Where system or disk know no locks, none is taken.
+
+    Raises:
+        ConfigError: another process has it.
+        OSError: the folder cannot be written.
+    """
+    file = (folder / ".lock").open("a")
+    try:
+        import fcntl  # Windows has none, and reads run folders
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(
+            f"another run is writing to {folder}",
+            "Wait for its end, or choose another folder with --set run.folder=…",
+        ) from None
+    except (OSError, ImportError):
+        pass
+    return file
 
 
 @dataclass(frozen=True, slots=True)

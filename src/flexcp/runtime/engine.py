@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -42,6 +43,7 @@ from flexcp.runtime.standstill import StandstillNotice
 from flexcp.runtime.status import tell
 from flexcp.runtime.step import SEEN_S, Step, loss_sum_of
 from flexcp.runtime.transport import Transport
+from flexcp.runtime.vocabulary import foreign_tokens
 
 
 class Engine:
@@ -175,7 +177,7 @@ class Engine:
         tell("opening it", self.next_step)
         torch.manual_seed(step_seed(self.seed, self.next_step, self.rank))
         self._record_waits(prepared, begun_s)
-        supervised = meet(prepared.digest, prepared.supervised_tokens, prepared.trouble)
+        supervised = self._meet(prepared, self.dataset)
         if supervised == 0:
             raise DataError(
                 f"none of the {len(prepared.plan.samples)} samples of step {self.next_step} has a "
@@ -186,6 +188,11 @@ class Engine:
             self.sharding.begin()
         self._open_step = Step(self, prepared, supervised, begun_s)
         return self._open_step
+
+    def _meet(self, prepared: Prepared, dataset: Dataset | Stream) -> int:
+        name_of = partial(sample_name, dataset)
+        trouble = prepared.trouble or foreign_tokens(self.model, prepared.micro_batches, name_of)
+        return meet(prepared.digest, prepared.supervised_tokens, trouble)
 
     def _record_waits(self, prepared: Prepared, begun_s: float) -> None:
         """What the step waited for, in the trace; nothing where it waited for nothing."""
@@ -225,7 +232,7 @@ class Engine:
             source = whole_source(dataset, self.global_batch, self._feed.group)
             ahead = self._feed.ahead(source, 0, "evaluation batch")
             while (prepared := ahead.take()) is not None:
-                supervised += meet(prepared.digest, prepared.supervised_tokens, prepared.trouble)
+                supervised += self._meet(prepared, dataset)
                 for waiting in prepared.micro_batches:
                     names = [sample_name(dataset, index) for index in waiting.sample_ids]
                     tell("evaluating", self.next_step, names)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -22,7 +23,7 @@ from torch import nn
 
 from flexcp.core.errors import ConfigError, RunError
 from flexcp.core.metrics import StepReport
-from flexcp.core.run_folder import RunInfo, attempt_path, drop_later, metrics_path
+from flexcp.core.run_folder import RunInfo, attempt_path, claim, drop_later, metrics_path
 from flexcp.core.trace import read_spans, to_perfetto
 from flexcp.cost.correction import FACTORS, Correction
 from flexcp.planner import Planner
@@ -41,9 +42,15 @@ class Outputs:
         first_step: where this run starts; what an earlier, longer attempt wrote from there on is dropped.
         rank: only rank 0 writes.
         shown: whether to draw on the terminal.
+        alone: whether no other run may write to the folder meanwhile.
+
+    Raises:
+        ConfigError: the folder cannot be made or written, or another run writes to it.
     """
 
-    def __init__(self, config: TrainConfig, first_step: int, *, rank: int, shown: bool) -> None:
+    def __init__(
+        self, config: TrainConfig, first_step: int, *, rank: int, shown: bool, alone: bool = True
+    ) -> None:
         self._config = config
         self._folder = folder = config.run.folder
         self._first = rank == 0
@@ -64,12 +71,14 @@ class Outputs:
         self._correction: Correction | None = None
         self._info: RunInfo | None = None
         self._trackers: list[Tracker] = []
+        self._lock: IO[str] | None = None
         if self._first:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
+                self._lock = claim(folder) if alone else None
             except OSError as error:
                 raise ConfigError(
-                    f"run.folder {folder} cannot be made ({error.strerror})", "Choose another one."
+                    f"run.folder {folder} cannot be made or written ({error.strerror})", "Choose another one."
                 ) from error
             drop_later(folder, first_step)
 
@@ -86,6 +95,8 @@ class Outputs:
                 closing.enter_context(contextlib.suppress(Exception))
             for tracker in self._trackers:
                 closing.callback(tracker.close, failed=error is not None)
+        if self._lock is not None:
+            self._lock.close()
 
     @contextmanager
     def in_a_sentence(self) -> Iterator[None]:

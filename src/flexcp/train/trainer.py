@@ -98,7 +98,8 @@ def train(
             require_whole(checkpoint.name, state)
         first_step = state["step"]
         shown = world.rank == 0 and not quiet
-        outputs = Outputs(config, first_step, rank=world.rank, shown=shown)
+        # An attempt that was lost with its node may hold the lock for a while.
+        outputs = Outputs(config, first_step, rank=world.rank, shown=shown, alone=not elastic)
     with outputs, contextlib.ExitStack() as to_the_end:
         capacity = partial(capacity_tokens, config, world, elastic, state.get("max_tokens"))
         corpus = open_corpus(config.data, capacity, run.seed, outputs.progress, _images(config))
