@@ -361,7 +361,7 @@ def test_the_last_checkpoint_stands_until_the_next_one_does(world: World, tmp_pa
         ("{", "is not a FlexCP checkpoint (Expecting property name"),
         ("[1]", "is not a FlexCP checkpoint (list indices"),
         ('{"step": 4}', "is not a FlexCP checkpoint ('schema')"),
-        ('{"schema": "flexcp.checkpoint/1", "step": "x"}', "is not a FlexCP checkpoint (invalid literal"),
+        ('{"schema": "flexcp.checkpoint/1", "step": "x"}', "is damaged: its step is 'x'"),
         (
             '{"schema": "flexcp.checkpoint/2", "step": 4}',
             "has schema 'flexcp.checkpoint/2'; this version reads 'flexcp.checkpoint/1'",
