@@ -193,7 +193,7 @@ def test_what_one_rank_refuses_all_refuse(by_rank: list[dict[str, str]]) -> None
         assert found["one refuses"].startswith("ConfigError: global_batch is 0\n")
         assert "sample 1 has 5000 tokens" in found["evaluation too long"]
         for rank in (0, 1):
-            cause = f"DataError: rank {rank} could not read sample 3: LookupError: no spans of 3\n"
+            cause = f"DataError: rank {rank} could not read sample 3: LookupError: no spans of 3"
             assert found[f"sample on {rank}"].startswith(cause)
 
 
