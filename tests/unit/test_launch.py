@@ -137,6 +137,22 @@ def test_a_rank_that_leaves_with_exit_code_0_is_missed() -> None:
     assert caught.value.remedy == "Its output is above."
 
 
+def return_early_on_one(world: Any) -> None:
+    if world.rank == 0:
+        with peers_in_reach("the gradient reduction"):
+            dist.all_reduce(torch.zeros(1))
+
+
+def test_a_rank_that_returns_before_the_others_is_named() -> None:
+    """Nothing failed in it, so only the launcher knows that it is why the others did."""
+    with pytest.raises(
+        RankFailedError, match=r"^ranks \[1\] had returned while others .*; rank 0: "
+    ) as caught:
+        launch(return_early_on_one, 2, deadline_s=60)
+
+    assert "a break or return that only some" in caught.value.remedy
+
+
 def sleep_on_one(world: Any) -> str:
     if world.rank == 1:
         time.sleep(600)

@@ -261,6 +261,13 @@ def first_error(ranks: Sequence[RankProcess], deadline_s: float | None) -> FlexC
             f"{where}: stalled, and was ended; rank {first.index}: {told}",
             "Its process was stopped, or waits for something outside; a longer run.timeout_s waits longer.",
         )
+    returned = [rank.index for rank in ranks if rank.result is not None and not rank.failed]
+    if first is not None and first.blames_others and returned:
+        told = "" if first.result is None else first.result.summary
+        return RankFailedError(
+            f"ranks {returned} had returned while others were still at work; rank {first.index}: {told}",
+            "All ranks run the same steps: look for a break or return that only some of them come to.",
+        )
     if first is not None:
         return _with_place(first.error(), first, ranks)
     if silent:
