@@ -6,8 +6,8 @@ import contextlib
 import json
 import math
 import os
-import signal
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
