@@ -19,8 +19,6 @@ from flexcp.core.errors import (
     ConfigError,
     DataError,
     RankFailedError,
-    RankLostError,
-    RunError,
     SampleTooLongError,
 )
 from flexcp.runtime import launch as launch_module
@@ -28,8 +26,6 @@ from flexcp.runtime.collectives import on_first_rank, peers_in_reach
 from flexcp.runtime.launch import launch, under_torchrun
 from flexcp.runtime.rank_process import RankProcess
 from flexcp.runtime.rendezvous import store_of_this_start
-from flexcp.runtime.signals import StopOnSignal
-from flexcp.runtime.status import tell
 from flexcp.runtime.transport import Transport
 
 
@@ -209,28 +205,6 @@ def test_an_interrupt_while_ranks_start_leaves_none(monkeypatch: pytest.MonkeyPa
         launch(interrupt_oneself, 2)
 
     assert multiprocessing.active_children() == []
-
-
-def die_when_told_to_end(world: Any) -> None:
-    """The last rank tells the launcher to end the run, and is killed before it could."""
-    with StopOnSignal():
-        tell("training", 3)
-        dist.barrier()
-        if world.rank == world.size - 1:
-            os.kill(os.getppid(), signal.SIGTERM)
-            time.sleep(1.0)
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(600)
-
-
-def test_a_rank_lost_after_sigterm_is_no_rank_to_go_on_without() -> None:
-    """An elastic launcher that was told to end must not start the others again."""
-    with pytest.raises(
-        RunError, match=r"after SIGTERM, rank 1 on .*, in step 3, training, was killed"
-    ) as caught:
-        launch(die_when_told_to_end, 2, deadline_s=60)
-
-    assert not isinstance(caught.value, RankLostError)
 
 
 def test_ranks_share_a_device_only_when_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
