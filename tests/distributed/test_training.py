@@ -195,7 +195,7 @@ def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
     [
         (signal.SIGKILL, ""),
         (signal.SIGTERM, "error: SIGTERM came before the ranks could heed it"),
-        (signal.SIGINT, "interrupted, and nothing more was saved"),
+        (signal.SIGINT, "interrupted; there is no checkpoint to continue from"),
     ],
 )
 def test_a_killed_launcher_leaves_nothing_behind(tmp_path: Path, how: signal.Signals, words: str) -> None:
