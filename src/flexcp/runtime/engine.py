@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -190,8 +189,7 @@ class Engine:
         return self._open_step
 
     def _meet(self, prepared: Prepared, dataset: Dataset | Stream) -> int:
-        name_of = partial(sample_name, dataset)
-        trouble = prepared.trouble or foreign_tokens(self.model, prepared.micro_batches, name_of)
+        trouble = prepared.trouble or foreign_tokens(self.model, prepared.micro_batches, dataset)
         return meet(prepared.digest, prepared.supervised_tokens, trouble)
 
     def _record_waits(self, prepared: Prepared, begun_s: float) -> None:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
 from flexcp.core.errors import DataError
-from flexcp.runtime.batches import MicroBatch
+from flexcp.runtime.batches import Dataset, MicroBatch, Stream, sample_name
 
 
 def foreign_tokens(
-    model: nn.Module, micro_batches: Sequence[MicroBatch], name_of: Callable[[int], str]
+    model: nn.Module, micro_batches: Sequence[MicroBatch], dataset: Dataset | Stream
 ) -> DataError | None:
     """Why a model cannot run these; None if it can, or does not say how many tokens it knows.
 
     Args:
         model: transformers' models say it, and may be wrapped by `DistributedDataParallel`.
         micro_batches: still on the host.
-        name_of: a sample by its index.
+        dataset: whose samples they are.
     """
     known = _rows(model)
     if known is None:
@@ -26,7 +26,7 @@ def foreign_tokens(
     for micro in micro_batches:
         highest = max(int(micro.inputs["input_ids"].max()), int(micro.labels.max()))
         if highest >= known:
-            names = ", ".join(name_of(index) for index in micro.sample_ids)
+            names = ", ".join(sample_name(dataset, index) for index in micro.sample_ids)
             return DataError(
                 f"token {highest} occurs in {names}; the model knows {known} tokens",
                 "Use the tokenizer that belongs to the model.",
