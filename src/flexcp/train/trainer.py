@@ -93,13 +93,12 @@ def train(
     )
     with alike("opening the run folder"):
         checkpoint = checkpoint_to_resume(run.folder, resume or (elastic and bool(newest)))
-        state = read_state(checkpoint) if checkpoint else {"step": 0}
-        if checkpoint:
-            require_whole(checkpoint.name, state)
+        state = _state_of(checkpoint)
         first_step = state["step"]
         shown = world.rank == 0 and not quiet
-        # An attempt that was lost with its node may hold the lock for a while.
-        outputs = Outputs(config, first_step, rank=world.rank, shown=shown, alone=not elastic)
+        outputs = Outputs(
+            config, first_step, rank=world.rank, shown=shown, alone=not elastic
+        )  # a lost one may hold on
     with outputs, contextlib.ExitStack() as to_the_end:
         capacity = partial(capacity_tokens, config, world, elastic, state.get("max_tokens"))
         corpus = open_corpus(config.data, capacity, run.seed, outputs.progress, _images(config))
@@ -352,6 +351,15 @@ def _forward(model: nn.Module, config: TrainConfig) -> Callable[[MicroBatch], An
             return model(**micro.inputs)
 
     return forward
+
+
+def _state_of(checkpoint: Path | None) -> dict[str, Any]:
+    """Where a run begins, or goes on."""
+    if checkpoint is None:
+        return {"step": 0}
+    state = read_state(checkpoint)
+    require_whole(checkpoint.name, state)
+    return state
 
 
 def checkpoint_to_resume(folder: Path, resume: bool) -> Path | None:
