@@ -42,7 +42,8 @@ class Outputs:
         first_step: where this run starts; what an earlier, longer attempt wrote from there on is dropped.
         rank: only rank 0 writes.
         shown: whether to draw on the terminal.
-        alone: whether no other run may write to the folder meanwhile.
+        alone: whether no other run may write to the folder meanwhile; an elastic run is not, as an attempt
+            that was lost with its node may hold the lock for a while.
 
     Raises:
         ConfigError: the folder cannot be made or written, or another run writes to it.

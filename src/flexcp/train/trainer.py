@@ -96,9 +96,7 @@ def train(
         state = _state_of(checkpoint)
         first_step = state["step"]
         shown = world.rank == 0 and not quiet
-        outputs = Outputs(
-            config, first_step, rank=world.rank, shown=shown, alone=not elastic
-        )  # a lost one may hold on
+        outputs = Outputs(config, first_step, rank=world.rank, shown=shown, alone=not elastic)
     with outputs, contextlib.ExitStack() as to_the_end:
         capacity = partial(capacity_tokens, config, world, elastic, state.get("max_tokens"))
         corpus = open_corpus(config.data, capacity, run.seed, outputs.progress, _images(config))
