@@ -9,7 +9,11 @@ from typing import Any
 
 
 class StopOnSignal:
-    """Inside `with`, SIGTERM ends nothing and is remembered. Only the main thread can listen."""
+    """Inside `with`, SIGTERM ends nothing and is remembered. Only the main thread can listen.
+
+    Afterwards it is what it was; only that it would kill a process which was told to end, and is ending, does
+    not come back.
+    """
 
     def __init__(self) -> None:
         self._asked = False
@@ -30,5 +34,6 @@ class StopOnSignal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._before is not None:
+        would_kill = self._asked and self._before == signal.SIG_DFL
+        if self._before is not None and not would_kill:
             signal.signal(signal.SIGTERM, self._before)
