@@ -83,6 +83,12 @@ class Outputs:
                 ) from error
             drop_later(folder, first_step)
 
+    def __del__(self) -> None:
+        """One that was never entered gives the folder back as well."""
+        lock = getattr(self, "_lock", None)
+        if lock is not None:
+            lock.close()
+
     def __enter__(self) -> Outputs:
         self._bar.start()
         return self
