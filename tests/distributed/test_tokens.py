@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from flexcp.core.cluster import Cluster
@@ -327,3 +327,49 @@ def test_bf16_stays_within_its_band() -> None:
         band = BF16_BAND * worst_of_one_process_in_bf16(kind)
         assert band < 0.05
         assert_as_one_process([found[number] for found in by_rank], ListDataset(PACKS[0]), band)
+
+
+class TwoHalves(nn.Module):
+    """One FSDP2 unit of two weights, of which a call uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 4, bias=False), nn.Linear(8, 4, bias=False)
+
+    def forward(self, rows: Tensor, half: str) -> Tensor:
+        return (getattr(self, half)(rows) ** 2).sum()
+
+
+def halves_of(rank: int) -> list[tuple[Tensor, str]]:
+    """Two tasks with one half; a third rank has none."""
+    generator = torch.Generator().manual_seed(rank)
+    half = ("left", "right", "")[rank]
+    return [(torch.randn(3, 8, generator=generator), half) for _ in range(2)] if half else []
+
+
+def halves_in_bf16(world: Any) -> Grads:
+    """Every gradient of one step by FSDP2 with compute copies in bf16."""
+    from flexcp.runtime.sharding import shard, sharding_of
+
+    torch.manual_seed(0)
+    model = shard(TwoHalves(), "fsdp2", blocks=(), param_dtype=torch.bfloat16)
+    sharding = sharding_of(model)
+    sharding.begin()
+    for rows, half in halves_of(world.rank):
+        loss = model(rows, half)
+        sharding.before_backward()
+        loss.backward()
+    sharding.reduce()
+    return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+
+
+def test_a_unit_that_ranks_use_in_part_is_summed_in_bf16() -> None:
+    """D34: what a rank used has been gathered in fp32, the zeros of the rest must be brought there too."""
+    torch.manual_seed(0)
+    model = TwoHalves()
+    for rows, half in halves_of(0) + halves_of(1):
+        model(rows, half).backward()
+
+    for grads in run_ranks(halves_in_bf16, 3):
+        for name, parameter in model.named_parameters():
+            assert relative_error(grads[name], parameter.grad) < 0.02, name
