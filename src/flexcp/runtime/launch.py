@@ -17,7 +17,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -227,6 +227,8 @@ def _as_one_of_many(
     """This process is a rank of torchrun's."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if status_dir is not None:
+        with suppress(OSError):
+            status_dir.mkdir(parents=True, exist_ok=True)
         leave_word(status_dir, rank)
     try:
         with joined_world(timeout_s=timeout_s) as world:
@@ -252,13 +254,14 @@ def _child(
     log_dir: Path | None,
     share_devices: bool,
 ) -> None:
-    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     if log_dir is not None:
         _redirect_output(log_dir / f"rank-{index}.log")
     if sys.platform == "linux":  # looking the host name up is flaky on laptops and in CI
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(max(1, num_cores() // size))
     leave_word(folder, index)
+    # Now that the word is left: made later, it could outlive a folder that another rank has cleared away.
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     try:
         with joined_world(
             rendezvous=folder / "rendezvous",

@@ -61,7 +61,6 @@ class _Writer:
         self._file, self.wrote_s = None, None
         self._rank, self.folder, self.opened_at_s = rank, folder, time.time()
         with contextlib.suppress(OSError):  # a run that cannot leave word still runs
-            folder.mkdir(parents=True, exist_ok=True)
             self._file = os.open(_path(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
 
     def write(self, doing: str, step: int | None, samples: Sequence[str]) -> None:
@@ -86,7 +85,7 @@ _writer = _Writer()
 
 
 def leave_word(folder: Path, rank: int) -> None:
-    """From here on, `tell` writes what this process says as `rank`, in `folder`."""
+    """From here on, `tell` writes what this process says as `rank`, in a folder that exists."""
     _writer.open(folder, rank)
     tell("starting")
 
