@@ -82,7 +82,7 @@ def six() -> Found:
     return run_ranks(train_cases, 6, SIX, deadline_s=280)
 
 
-def check(found: Found, name: str) -> list[dict[str, Any]]:
+def assert_as_one_process(found: Found, name: str) -> list[dict[str, Any]]:
     """Losses and gradients of every step are those of one process; what each process found."""
     own: list[dict[str, Any]] = [of_process[name] for of_process in found]
     for one in own:
@@ -96,7 +96,7 @@ def check(found: Found, name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", SHORT)
 def test_every_gradient_is_that_of_one_process(short: Found, name: str) -> None:
     """Plans of mixed degrees, odd ones among them, whatever happens to gradients and activations."""
-    found, case = check(short, name), SHORT[name]
+    found, case = assert_as_one_process(short, name), SHORT[name]
 
     counts = [tuple(one["counts"][step] for one in found) for step in range(case.steps)]
     if case.pipeline > 1 or case.expert > 1:
@@ -114,21 +114,21 @@ def test_every_gradient_is_that_of_one_process(short: Found, name: str) -> None:
 @pytest.mark.parametrize("name", LONG)
 def test_combinations(long: Found, name: str) -> None:
     """Everything at once."""
-    check(long, name)
+    assert_as_one_process(long, name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ODD)
 def test_three_ranks(odd: Found, name: str) -> None:
     """A number of ranks that Megatron's own dynamic layout does not take."""
-    check(odd, name)
+    assert_as_one_process(odd, name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIX)
 def test_three_cells_of_two(six: Found, name: str) -> None:
     """Degree 3 under 1F1B and under tensor parallelism; expert groups inside six ranks."""
-    check(six, name)
+    assert_as_one_process(six, name)
 
 
 def test_twenty_steps_lose_as_megatrons_static_layouts_do() -> None:

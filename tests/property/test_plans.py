@@ -38,7 +38,7 @@ def bound_of_rings_s(problem, mode):
     return lower_bound_s(Problem.of(batch, cluster, cost, mode, whole_below_tokens))
 
 
-def every_plan_is_valid_and_ordered(problem, mode):
+def assert_every_plan_valid_and_ordered(problem, mode):
     made = plans(problem, mode)
     for plan in made.values():
         assert check(plan, problem[2]) == ()
@@ -49,7 +49,7 @@ def every_plan_is_valid_and_ordered(problem, mode):
     assert made["flexcp"].step_s <= max(others_s, CLOSE_ENOUGH * bound_s)
 
 
-def the_optimum_lies_between(problem, mode):
+def assert_the_optimum_lies_between(problem, mode):
     batch, cluster, cost = problem
     made = plans(problem, mode)
     whole_below_tokens = made["flexcp"].whole_below_tokens
@@ -66,27 +66,27 @@ def tiny(max_samples=MAX_SAMPLES):
 @SHORT
 @given(problems(), MODE)
 def test_bound_flexcp_others_in_this_order_and_all_valid(problem, mode):
-    every_plan_is_valid_and_ordered(problem, mode)
+    assert_every_plan_valid_and_ordered(problem, mode)
 
 
 @pytest.mark.slow
 @LONG
 @given(problems(max_samples=120, max_ranks=70, max_tokens=2000), MODE)
 def test_bound_flexcp_others_in_this_order_and_all_valid_long(problem, mode):
-    every_plan_is_valid_and_ordered(problem, mode)
+    assert_every_plan_valid_and_ordered(problem, mode)
 
 
 @SHORT
 @given(tiny(4), MODE)
 def test_bound_optimum_flexcp_in_this_order(problem, mode):
-    the_optimum_lies_between(problem, mode)
+    assert_the_optimum_lies_between(problem, mode)
 
 
 @pytest.mark.slow
 @LONG
 @given(tiny(), MODE)
 def test_bound_optimum_flexcp_in_this_order_long(problem, mode):
-    the_optimum_lies_between(problem, mode)
+    assert_the_optimum_lies_between(problem, mode)
 
 
 @SHORT

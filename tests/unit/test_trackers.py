@@ -15,6 +15,7 @@ from torch import nn
 
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import ConfigError, MissingExtraError
+from flexcp.core.run_folder import claim
 from flexcp.cost.model import CostModel, Link
 from flexcp.planner import Planner
 from flexcp.train.config import RunSection, TrainConfig
@@ -149,6 +150,7 @@ def test_a_tracker_that_does_not_close_hides_nothing(tmp_path: Path, failed: boo
     with pytest.raises(ZeroDivisionError if failed else ConnectionError):
         end()
     assert [tracker.closed for tracker in trackers] == [[failed]] * 3
+    claim(tmp_path).close()  # the folder is free again
 
 
 class FakeTracker:

@@ -42,7 +42,7 @@ from flexcp.runtime.standstill import StandstillNotice
 from flexcp.runtime.status import tell
 from flexcp.runtime.step import SEEN_S, Step, loss_sum_of
 from flexcp.runtime.transport import Transport
-from flexcp.runtime.vocabulary import foreign_tokens
+from flexcp.runtime.vocabulary import inspection
 
 
 class Engine:
@@ -159,7 +159,9 @@ class Engine:
         source = training_source(self.dataset, self.global_batch, self.seed, self.steps, self._feed.group)
         begun_s = time.perf_counter()
         planner_of = self._learning.planner if self._learning is not None else None
-        ahead = self._feed.ahead(source, self.next_step, planner_of=planner_of)
+        ahead = self._feed.ahead(
+            source, self.next_step, planner_of=planner_of, inspect=inspection(self.model, self.dataset)
+        )
         while (prepared := self._take(ahead)) is not None:
             yield self._begin(prepared, begun_s)
             self._check_between_steps("the next step")
@@ -176,7 +178,7 @@ class Engine:
         tell("opening it", self.next_step)
         torch.manual_seed(step_seed(self.seed, self.next_step, self.rank))
         self._record_waits(prepared, begun_s)
-        supervised = self._meet(prepared, self.dataset)
+        supervised = meet(prepared.digest, prepared.supervised_tokens, prepared.trouble)
         if supervised == 0:
             raise DataError(
                 f"none of the {len(prepared.plan.samples)} samples of step {self.next_step} has a "
@@ -187,10 +189,6 @@ class Engine:
             self.sharding.begin()
         self._open_step = Step(self, prepared, supervised, begun_s)
         return self._open_step
-
-    def _meet(self, prepared: Prepared, dataset: Dataset | Stream) -> int:
-        trouble = prepared.trouble or foreign_tokens(self.model, prepared.micro_batches, dataset)
-        return meet(prepared.digest, prepared.supervised_tokens, trouble)
 
     def _record_waits(self, prepared: Prepared, begun_s: float) -> None:
         """What the step waited for, in the trace; nothing where it waited for nothing."""
@@ -228,9 +226,9 @@ class Engine:
             self.sharding.begin()
         try:
             source = whole_source(dataset, self.global_batch, self._feed.group)
-            ahead = self._feed.ahead(source, 0, "evaluation batch")
+            ahead = self._feed.ahead(source, 0, "evaluation batch", inspect=inspection(self.model, dataset))
             while (prepared := ahead.take()) is not None:
-                supervised += self._meet(prepared, dataset)
+                supervised += meet(prepared.digest, prepared.supervised_tokens, prepared.trouble)
                 for waiting in prepared.micro_batches:
                     names = [sample_name(dataset, index) for index in waiting.sample_ids]
                     tell("evaluating", self.next_step, names)

@@ -33,6 +33,7 @@ from flexcp.runtime.transport import Transport
 
 Answer = TypeVar("Answer")
 PlannerOf = Callable[[int], AnyPlanner]
+Inspect = Callable[[Sequence[MicroBatch]], None]
 
 _LATE_S = 5.0  # a shorter wait shows in the metrics alone
 
@@ -45,7 +46,7 @@ class Prepared:
         plan: the same on all ranks, as `digest`, the SHA-256 of the text that came, says.
         plan_s: seconds that rank 0 spent planning it, hidden or not.
         micro_batches: this rank's, on the host.
-        trouble: why its data could not be read; the other ranks must hear of it before anyone raises.
+        trouble: why its data could not be read or run; the other ranks must hear of it before anyone raises.
         plan_wait_s, data_wait_s: seconds that this rank waited for it when it was asked for.
     """
 
@@ -91,13 +92,19 @@ class Feed:
         self._thread = ThreadPoolExecutor(1, "flexcp-feed", initializer=_stay_on, initargs=(device,))
 
     def ahead(
-        self, source: Source, step: int, what: str = "step", planner_of: PlannerOf | None = None
+        self,
+        source: Source,
+        step: int,
+        what: str = "step",
+        planner_of: PlannerOf | None = None,
+        inspect: Inspect | None = None,
     ) -> Ahead:
         """Steps of a source from `step` on; all ranks ask for it at the same point.
 
         With `planner_of`, every step has a planner of its own, asked for when the step two before opens.
+        What `inspect` raises of this rank's micro-batches is the trouble of their step.
         """
-        return Ahead(self, source, step, what, planner_of)
+        return Ahead(self, source, step, what, planner_of, inspect)
 
     def submit(self, work: Callable[[], Answer]) -> Future[Answer]:
         """Run `work` in the background, after everything submitted before."""
@@ -161,10 +168,17 @@ class Ahead:
     """
 
     def __init__(
-        self, feed: Feed, source: Source, step: int, what: str, planner_of: PlannerOf | None
+        self,
+        feed: Feed,
+        source: Source,
+        step: int,
+        what: str,
+        planner_of: PlannerOf | None,
+        inspect: Inspect | None,
     ) -> None:
         self._feed = feed
         self._planner_of = planner_of
+        self._inspect = inspect
         self._what = what
         self._source = source
         self._step = step
@@ -230,6 +244,8 @@ class Ahead:
         try:
             if trouble is None:
                 micro_batches = self._feed.micro_batches(plan, self._source.examples(begun.step, plan))
+                if self._inspect is not None:
+                    self._inspect(micro_batches)
         except Exception as error:
             trouble = error
         return Prepared(plan, digest, made.plan_s, micro_batches, trouble, 0.0, 0.0)

@@ -30,7 +30,7 @@ from flexcp.planner import Planner
 from flexcp.planner.check import check_answer
 from flexcp.planner.serve import read_answer, request_line
 from flexcp.runtime.collectives import all_gather_rows, collective_device, raise_first
-from flexcp.runtime.standstill import STOPPED_S, is_stopped
+from flexcp.runtime.stopped import STOPPED_S, is_stopped
 
 _LOOK_S = 1.0
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from flexcp.core.errors import FlexCPError, InputError, RankFailedError, RankLostError
 from flexcp.runtime.collectives import is_out_of_memory
-from flexcp.runtime.standstill import STOPPED_S, is_stopped
 from flexcp.runtime.status import read_status
+from flexcp.runtime.stopped import STOPPED_S, is_stopped
 
 _POLL_S = 0.5
 _SETTLE_S = 1.5  # after a first failure: time for the others to say why they failed too
@@ -71,7 +71,7 @@ class RankProcess:
     def start(self) -> None:
         """Start the process, deaf to SIGINT: Ctrl-C reaches all of a terminal, and the launcher ends them.
 
-        Here it is heard when the process stands, which whoever waits for it must know of.
+        Here it is heard once the process stands: one that was interrupted half way would be ended by nobody.
         """
         resource_tracker.ensure_running()  # it would be started below, and lift the mask
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -8,25 +8,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from flexcp.runtime.status import last_words, own_silence
 
 _PERIOD_S = 5.0
 _FIRST_S = 30.0
 _SHOWN = 3
-
-
-STOPPED_S = 15.0  # a process that somebody stopped may go on for so long
-
-
-def is_stopped(pid: int | None) -> bool:
-    """Whether a process is stopped by a signal; never so where the system has no /proc to say it."""
-    try:
-        # The name of the program comes before the state, in brackets, and may hold any.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (OSError, IndexError):
-        return False
 
 
 class StandstillNotice:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import nn
 
@@ -10,28 +11,15 @@ from flexcp.core.errors import DataError
 from flexcp.runtime.batches import Dataset, MicroBatch, Stream, sample_name
 
 
-def foreign_tokens(
-    model: nn.Module, micro_batches: Sequence[MicroBatch], dataset: Dataset | Stream
-) -> DataError | None:
-    """Why a model cannot run these; None if it can, or does not say how many tokens it knows.
+def inspection(model: nn.Module, dataset: Dataset | Stream) -> Callable[[Sequence[MicroBatch]], None] | None:
+    """What looks for such tokens in the background; None where the model does not say how many it knows.
 
     Args:
         model: transformers' models say it, and may be wrapped by `DistributedDataParallel`.
-        micro_batches: still on the host.
-        dataset: whose samples they are.
+        dataset: whose samples the micro-batches are.
     """
     known = _rows(model)
-    if known is None:
-        return None
-    for micro in micro_batches:
-        highest = max(int(micro.inputs["input_ids"].max()), int(micro.labels.max()))
-        if highest >= known:
-            names = ", ".join(sample_name(dataset, index) for index in micro.sample_ids)
-            return DataError(
-                f"token {highest} occurs in {names}; the model knows {known} tokens",
-                "Use the tokenizer that belongs to the model.",
-            )
-    return None
+    return None if known is None else partial(_require_known, known, dataset)
 
 
 def _rows(model: nn.Module) -> int | None:
@@ -42,3 +30,15 @@ def _rows(model: nn.Module) -> int | None:
     except NotImplementedError:  # transformers, of a model without one
         return None
     return rows if isinstance(rows, int) else None
+
+
+def _require_known(known: int, dataset: Dataset | Stream, micro_batches: Sequence[MicroBatch]) -> None:
+    """Raises DataError, which names token and samples; the micro-batches are on the host."""
+    for micro in micro_batches:
+        highest = max(int(micro.inputs["input_ids"].max()), int(micro.labels.max()))
+        if highest >= known:
+            names = ", ".join(sample_name(dataset, index) for index in micro.sample_ids)
+            raise DataError(
+                f"token {highest} occurs in {names}; the model knows {known} tokens",
+                "Use the tokenizer that belongs to the model.",
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from flexcp.core.model_shape import ModelShape
 from flexcp.cost.calibration import is_calibration, read_calibration
 from flexcp.cost.doubts import doubts
 from flexcp.integrations.transformers import shape_of
@@ -25,7 +26,7 @@ def notices(config: TrainConfig, corpus: Corpus, world: World, left: int) -> Ite
     """
     hf_config = model_config(config.model, corpus.vocab, corpus.longest)
     shape = shape_of(hf_config)
-    yield from _calibration_notices(config, corpus, world)
+    yield from _calibration_notices(config, shape, corpus.longest, world)
     if hopeless := hopeless_notice(corpus.longest, budget_tokens(config, left, shape), left):
         yield hopeless
     positions = getattr(text_config(hf_config), "max_position_embeddings", None)
@@ -42,16 +43,15 @@ def notices(config: TrainConfig, corpus: Corpus, world: World, left: int) -> Ite
         )
 
 
-def _calibration_notices(config: TrainConfig, corpus: Corpus, world: World) -> tuple[str, ...]:
+def _calibration_notices(
+    config: TrainConfig, shape: ModelShape, longest: int, world: World
+) -> tuple[str, ...]:
     """What to know of the calibration in use; refuses that of another device."""
     name = config.parallel.hardware
     if not is_calibration(name):
         return ()
     calibration = read_calibration(Path(name))
     calibration.require_device(device_name(world.device))
-    shape = shape_of(model_config(config.model, corpus.vocab, corpus.longest))
     crosses = world.size > (config.parallel.ranks_per_node or world.local_size)
     checkpointing = config.run.gradient_checkpointing
-    return doubts(
-        calibration, shape, corpus.longest, world.size, checkpointing=checkpointing, crosses_nodes=crosses
-    )
+    return doubts(calibration, shape, longest, world.size, checkpointing=checkpointing, crosses_nodes=crosses)

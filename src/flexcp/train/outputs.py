@@ -83,12 +83,6 @@ class Outputs:
                 ) from error
             drop_later(folder, first_step)
 
-    def __del__(self) -> None:
-        """One that was never entered gives the folder back as well."""
-        lock = getattr(self, "_lock", None)
-        if lock is not None:
-            lock.close()
-
     def __enter__(self) -> Outputs:
         self._bar.start()
         return self
@@ -100,10 +94,10 @@ class Outputs:
         with contextlib.ExitStack() as closing:  # each of them, whatever becomes of the others
             if error is not None:  # that is what the user must hear of
                 closing.enter_context(contextlib.suppress(Exception))
+            if self._lock is not None:
+                closing.callback(self._lock.close)
             for tracker in self._trackers:
                 closing.callback(tracker.close, failed=error is not None)
-        if self._lock is not None:
-            self._lock.close()
 
     @contextmanager
     def in_a_sentence(self) -> Iterator[None]:
