@@ -24,7 +24,7 @@ _MODELS = {
             "head_dim": 128, "intermediate_size": 6144, "vocab_size": 16_384},
 }  # fmt: skip
 _UNSEEN = {
-    True: [(200, 1, 1), (300, 3, 2)],
+    True: [(700, 1, 1), (600, 3, 2)],
     False: [(3000, 1, 1), (6000, 5, 1), (12_000, 1, 3), (10_000, 2, 5), (20_000, 3, 7), (24_000, 1, 1)],
 }  # tokens, samples, degree
 
@@ -55,7 +55,7 @@ def profile_here(world: Any, place: Place) -> tuple[Profiled, list[tuple[str, fl
             world,
             bench,
             subject,
-            longest_tokens=256 if place.quick else 32_768,
+            longest_tokens=1024 if place.quick else 32_768,
             budget_s=40.0 if place.quick else 80.0,
         )
         nothing = Link(1e18, 0.0)  # a rank alone sends nothing
