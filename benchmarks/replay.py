@@ -169,10 +169,9 @@ def main():
         "Processor time of real tasks of a small Qwen3 (the faster of two runs), one rank at a time, through",
         "the dependencies of the plans. Messages cost nothing here, which favours wide rings, so `static`.",
         "`policy / flexcp`: ratio of the sums (least and largest step); `planned`: the same by the plans.",
-        "Why tasks take longer than planned: on CPUs torch skips masked keys by blocks of 512, so a causal call",
-        "over 512 rows takes as long as a full one. The formula counts attended pairs, which is what tiles of",
-        "128 on accelerators come near to; so here shards of 400 to 700 rows take 5 to 15 % longer than it says,",
-        "and `flexcp`, which cuts no shorter than it pays, makes most of them.",
+        "Why tasks take longer than planned: on CPUs torch skips masked keys by blocks of 512, so a causal",
+        "call over 512 rows takes as long as a full one, where the formula counts attended pairs. Shards of",
+        "400 to 700 rows take 5 to 15 % longer than it says, and `flexcp` makes most of these.",
         "",
     ]
     write("replay", [*head("Replayed tasks", SEED, load), *notes, *page], given.out)
