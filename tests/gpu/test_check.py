@@ -141,7 +141,6 @@ def test_there_is_one_deadline_for_all_sections() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("rows", "heads"), [(8, 8), (64, 64), (65, 4), (1, 8)])
 def test_log_sum_exps_of_flash_are_heads_first(rows: int, heads: int) -> None:
     """Pinned where shapes cannot tell: as many rows as heads."""
