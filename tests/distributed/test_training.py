@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from flexcp.core.errors import CheckpointError, ConfigError, DataError
+from flexcp.core.errors import CheckpointError, ConfigError, DataError, SaveError
 from flexcp.core.run_folder import read_reports
 from flexcp.core.trace import read_spans
 from flexcp.report.page.from_run import subject_of_run
@@ -123,7 +123,7 @@ def train_and_fill_the_disk(world: Any, folder: Path) -> tuple[str, list[str], l
     trainer.save_checkpoint = save_on_a_full_disk
     try:
         trainer.train(world, config, quiet=True)
-    except CheckpointError as error:
+    except SaveError as error:
         text = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     trainer.save_checkpoint = save

@@ -133,3 +133,22 @@ def test_a_tokenizer_is_trained_once_per_data(folder: Path, tmp_path: Path) -> N
     with_new = open_corpus(section, lambda vocab: 10**9, 0, progress)
     assert seen.count("training the tokenizer") == 2
     assert len(with_new.train) == 7
+
+
+@pytest.mark.parametrize("pattern", ["**x", "***", ".", "x" * 300])
+def test_a_pattern_that_is_none_is_named(folder: Path, pattern: str) -> None:
+    with pytest.raises(DataError, match=r"^pattern '.*' cannot be looked for in "):
+        open_folder(folder, pattern=pattern)
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file that is there and fails to read")
+def test_a_disk_that_does_not_read_is_a_sentence(tmp_path: Path) -> None:
+    """Whatever it says."""
+    section = DataSection(path="/proc/self/mem", index_dir=tmp_path)
+    with pytest.raises(DataError, match=r"^the data cannot be opened: .*Input/output error"):
+        open_corpus(section, lambda vocab: 10**9, 0, lambda *_: None)
+
+
+def test_a_vocabulary_beyond_all_reason_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"vocab_size is 9{20}"):
+        open_folder(folder, tokenizer="bpe:" + "9" * 20, index_dir=tmp_path / "index")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.models import tiny_model
 
-from flexcp.core.errors import CheckpointError
+from flexcp.core.errors import SaveError
 from flexcp.runtime.launch import joined_world
 from flexcp.train.export import save_pretrained
 
@@ -19,7 +19,7 @@ def test_a_model_that_does_not_fit_on_the_disk_is_said(tmp_path: Path) -> None:
     with joined_world(rendezvous=tmp_path / "meet"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
         try:
-            with pytest.raises(CheckpointError, match=r"could not be written to .*: .*large") as caught:
+            with pytest.raises(SaveError, match=r"could not be written to .*: .*large") as caught:
                 save_pretrained(tiny_model(), tmp_path / "model", None)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)

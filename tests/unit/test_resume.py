@@ -16,7 +16,15 @@ import pytest
 import torch
 from tests.distributed.test_training import losses, make_config
 
-from flexcp.core.errors import CheckpointError, ConfigError, FlexCPError, LossError, RankFailedError, RunError
+from flexcp.core.errors import (
+    CheckpointError,
+    ConfigError,
+    FlexCPError,
+    LossError,
+    RankFailedError,
+    RunError,
+    SaveError,
+)
 from flexcp.runtime import checkpoint as checkpoints_module
 from flexcp.runtime.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
 from flexcp.runtime.launch import World, joined_world
@@ -345,7 +353,7 @@ def test_the_last_checkpoint_stands_until_the_next_one_does(world: World, tmp_pa
     save(tmp_path, 1, mark=1, keep=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoints_module, "save", lambda *_, **__: (_ for _ in ()).throw(OSError("full")))
-        with pytest.raises(CheckpointError, match="of step 2 could not be written: rank 0: OSError: full"):
+        with pytest.raises(SaveError, match="of step 2 could not be written: rank 0: OSError: full"):
             save(tmp_path, 2, mark=2, keep=1)
 
     assert [read_state(path)["mark"] for path in checkpoints(tmp_path)] == [1]

@@ -202,7 +202,7 @@ sys.exit(code)
 """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
-    assert process.returncode != 0, process.stderr
+    assert process.returncode == 2, process.stderr
     assert "pip install 'flexcp[wandb]'" in process.stderr
     assert "Traceback" not in process.stderr
     assert not (tmp_path / "run").exists()

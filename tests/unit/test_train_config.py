@@ -177,3 +177,66 @@ def test_a_model_is_described_once(run_file: Any) -> None:
     """All that is said beside a config is named at once."""
     with pytest.raises(ConfigError, match=r"model\.config is given, and model\.heads, model\.layers too"):
         load_config(run_file('[model]\nconfig = "x"\nlayers = 2\nheads = 2'))
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["model.pretrained", "model.config", "data.path", "data.tokenizer", "data.index_dir", "run.folder"],
+)
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [("a\\u0000b", "embedded null byte"), ("x" * 5000, "File name too long"), ("loop", "Too many levels of")],
+)
+def test_a_path_that_no_disk_can_hold_is_refused(
+    run_file: Any, monkeypatch: pytest.MonkeyPatch, key: str, path: str, why: str
+) -> None:
+    """Before any rank is started, and cut to a length that can be read."""
+    section, _, name = key.partition(".")
+    file = run_file(f'[{section}]\n{name} = "{path}"\n')
+    monkeypatch.chdir(file.parent)
+    Path("loop").symlink_to("loop")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+
+    assert caught.value.cause.startswith(f"{key} '")
+    assert f"' cannot be used: {why}" in caught.value.cause
+    assert len(caught.value.cause) < 300
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("hidden", 10**25, "less than or equal to"),
+        ("layers", 2**63 - 1, "less than or equal to"),
+        ("heads", 2**40, "less than or equal to"),
+        ("head_dim", 7, "multiple of 2"),
+    ],
+)
+def test_a_shape_that_no_model_has_is_refused(run_file: Any, key: str, value: int, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^model.{key} = {value}: .*{why}"):
+        load_config(run_file(f"[model]\n{key} = {value}\n"))
+
+
+def test_an_override_is_text(run_file: Any) -> None:
+    """Bytes of the command line that are none."""
+    with pytest.raises(ConfigError, match=r"--set .* is not UTF-8"):
+        load_config(run_file(""), ["run.folder=\udcff"])
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"hidden_size": -32}, "negative"), ({"hidden_act": "nonesuch"}, "KeyError: 'nonesuch'")],
+)
+def test_a_config_that_describes_no_model_is_named(tmp_path: Path, change: dict[str, Any], why: str) -> None:
+    """transformers looks at it where it builds, with errors of every kind."""
+    import torch
+
+    from flexcp.train.config import ModelSection, RunSection
+    from flexcp.train.model import build_model, model_config
+
+    shape = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    body = {"model_type": "llama", "vocab_size": 300, **shape, **change}
+    (tmp_path / "config.json").write_text(json.dumps(body))
+    config = model_config(ModelSection(config=tmp_path), 257, 100)
+    with pytest.raises(ConfigError, match=f"no model can be built as the config says: .*{why}"):
+        build_model(config, RunSection(), torch.device("cpu"))

@@ -8,17 +8,18 @@ The tree::
     │   ├── UnknownNameError    no preset, policy or key of that name; the nearest is suggested
     │   ├── ConfigError         options that are wrong, or wrong together
     │   ├── DataError           files, tokenizer or length index cannot serve as training data
-    │   └── InfeasibleError     no plan exists for this input on this cluster
-    │       └── SampleTooLongError
+    │   ├── InfeasibleError     no plan exists for this input on this cluster
+    │   │   └── SampleTooLongError
+    │   ├── UnsupportedError    a model, mask or option that FlexCP would compute wrongly, so refuses
+    │   ├── CheckpointError     a checkpoint is missing, damaged, or from another run
+    │   └── MissingExtraError   an optional dependency is absent (also an ImportError)
     ├── PlanError               a plan breaks its own contract (every violation is listed)
-    ├── UnsupportedError        a model, mask or option that FlexCP would compute wrongly, so refuses
-    ├── RunError                a training run cannot go on
-    │   ├── RankFailedError     another rank died, stalled or raised
-    │   │   └── RankLostError   its process is gone or silent: the others can go on without it
-    │   ├── LossError           loss or gradient of a step is not finite
-    │   └── DisagreementError   ranks hold different plans, configurations or versions
-    ├── CheckpointError         a checkpoint is missing, damaged, or from another run
-    └── MissingExtraError       an optional dependency is absent (also an ImportError)
+    └── RunError                a training run cannot go on
+        ├── RankFailedError     another rank died, stalled or raised
+        │   └── RankLostError   its process is gone or silent: the others can go on without it
+        ├── LossError           loss or gradient of a step is not finite
+        ├── SaveError           a checkpoint or a model cannot be written
+        └── DisagreementError   ranks hold different plans, configurations or versions
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class PlanError(FlexCPError):
         super().__init__("plan is invalid: " + "; ".join(self.violations))
 
 
-class UnsupportedError(FlexCPError):
+class UnsupportedError(InputError):
     """A model, mask or option that would be computed wrongly, so is refused."""
 
 
@@ -147,15 +148,19 @@ class LossError(RunError):
     """Loss or gradient of a step is not finite; no weight was changed."""
 
 
+class SaveError(RunError):
+    """A checkpoint or a model cannot be written."""
+
+
 class DisagreementError(RunError):
     """Ranks hold different plans, configurations or versions."""
 
 
-class CheckpointError(FlexCPError):
+class CheckpointError(InputError):
     """A checkpoint is missing, damaged, or from another run."""
 
 
-class MissingExtraError(FlexCPError, ImportError):
+class MissingExtraError(InputError, ImportError):
     """An optional dependency is absent; the message is the command that installs it."""
 
     def __init__(self, module: str, extra: str) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from flexcp.core.errors import CheckpointError
+from flexcp.core.errors import CheckpointError, SaveError
 from flexcp.runtime.collectives import raise_together
 from flexcp.runtime.safe_reader import SafeLoadPlanner, SafeReader
 from flexcp.runtime.status import tell
@@ -41,7 +41,7 @@ def save_checkpoint(
     """Write `folder/step-<step>`, then remove all but the `keep` newest. Called by all ranks.
 
     Raises:
-        CheckpointError: it could not be written (a full disk, say); older checkpoints are untouched.
+        SaveError: it could not be written (a full disk, say); older checkpoints are untouched.
     """
     target = folder / f"step-{step:08d}"
     aside = target.with_suffix(".tmp")
@@ -85,13 +85,13 @@ def _together(part: Callable[[], None], step: int, aside: Path) -> None:
     try:
         part()
     except (Exception, CheckpointException) as error:
-        trouble = CheckpointError(
+        trouble = SaveError(
             f"the checkpoint of step {step} could not be written: {_cause(error)}",
             "Older checkpoints are untouched. Make room, then resume from the newest one.",
         )
     try:
         raise_together(trouble, "a checkpoint")
-    except CheckpointError:
+    except SaveError:
         if dist.get_rank() == 0:
             shutil.rmtree(aside, ignore_errors=True)
         raise

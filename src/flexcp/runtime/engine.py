@@ -29,6 +29,7 @@ from flexcp.cost.correction import Correction
 from flexcp.planner import Planner
 from flexcp.runtime.agreement import require_agreement
 from flexcp.runtime.batches import Dataset, MicroBatch, Stream, check_fits, sample_name
+from flexcp.runtime.callbacks import named
 from flexcp.runtime.collectives import alike, all_gather_rows, collective_device, peers_in_reach
 from flexcp.runtime.feed import Ahead, Feed, Prepared
 from flexcp.runtime.launch import DEFAULT_TIMEOUT_S
@@ -120,8 +121,8 @@ class Engine:
         self.clip_norm = clip_norm
         self.learn_costs = learn_costs
         self.on_bad_loss = on_bad_loss
-        self.stop_asked = stop_asked
-        self.notify = on_notice
+        self.stop_asked = named("stop_asked", stop_asked)
+        self.notify = notify = named("on_notice", on_notice)
         self.next_step = 0
         self.skipped_steps = 0
         self.stopped = False
@@ -130,13 +131,13 @@ class Engine:
         require_agreement(settings_of(self), "Construct the Engine with equal arguments on all ranks.")
         self._transport = Transport(timeout_s, planner.cluster.ranks_per_node)
         self._origin_s = time.perf_counter()
-        self._on_step_end = on_step_end
+        self._on_step_end = on_step_end and named("on_step_end", on_step_end)
         self._trace = trace
         learning = _learning(planner) if learn_costs else None  # refuses on all ranks alike
         self._learning = learning if self.rank == 0 else None
         self._waves = dist.new_group() if getattr(planner, "mode", None) == "lockstep" else None
-        self._feed = Feed(planner, self._transport, self.device, on_notice, timeout_s)
-        self._standstill = StandstillNotice(on_notice, dist.get_world_size()) if self.rank == 0 else None
+        self._feed = Feed(planner, self._transport, self.device, notify, timeout_s)
+        self._standstill = StandstillNotice(notify, dist.get_world_size()) if self.rank == 0 else None
         self._open_step: Step | None = None
         self._closed = False
 

@@ -28,7 +28,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous as store_at
 
-from flexcp.core.errors import ConfigError, FlexCPError, InputError, RankLostError, RunError
+from flexcp.core.errors import (
+    ConfigError,
+    FlexCPError,
+    InputError,
+    RankLostError,
+    RunError,
+    UnsupportedError,
+)
 from flexcp.runtime.rank_process import (
     RankProcess,
     Result,
@@ -233,14 +240,15 @@ def _as_one_of_many(
     try:
         with joined_world(timeout_s=timeout_s) as world:
             return target(world, *args)
-    except InputError:
-        raise  # of all ranks alike, so nothing waits
     except BaseException as error:
+        if isinstance(error, InputError) and not isinstance(error, UnsupportedError):
+            raise  # of all ranks alike, so nothing waits
         text = str(error) if isinstance(error, FlexCPError) else traceback.format_exc()
         others = last_words(status_dir, size, but=rank) if status_dir is not None else ""
         sys.stderr.write(f"rank {rank} on {socket.gethostname()}: {text}\n{others}\n")
         sys.stderr.flush()
-        os._exit(1)  # the way out of an interpreter joins threads that wait for ranks that are gone
+        # The way out of an interpreter joins threads that wait for ranks that are gone.
+        os._exit(2 if isinstance(error, InputError) else 1)
 
 
 def _child(

@@ -16,7 +16,9 @@ from flexcp.cost.calibration import hardware_at
 from flexcp.cost.memory import MARGIN
 from flexcp.planner import POLICIES
 
+_SHOWN_CHARS = 200  # of a value that is wrong
 _Beta = Annotated[float, Field(ge=0, lt=1)]
+_Width = Annotated[int, Field(ge=1, le=2**24)]
 
 
 class _Section(BaseModel):
@@ -31,12 +33,12 @@ class ModelSection(_Section):
     )
     config: Path | None = Field(default=None, description="folder or config.json of a model; random weights")
     architecture: Literal["qwen3", "llama"] = Field(default="qwen3", description="when config is not given")
-    hidden: int = Field(default=128, ge=1)
-    layers: int = Field(default=4, ge=1)
-    heads: int = Field(default=4, ge=1)
-    kv_heads: int = Field(default=2, ge=1)
-    head_dim: int = Field(default=32, ge=1)
-    intermediate: int = Field(default=384, ge=1)
+    hidden: _Width = 128
+    layers: int = Field(default=4, ge=1, le=2**12)
+    heads: _Width = 4
+    kv_heads: _Width = 2
+    head_dim: int = Field(default=32, ge=2, le=2**12, multiple_of=2, description="even: rotated in pairs")
+    intermediate: _Width = 384
     tied: bool = True
 
 
@@ -163,8 +165,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         raise ConfigError(
-            f"{key} = {first['input']!r}: {first['msg']}", f"Mend it in {path} or with --set."
+            f"{key} = {repr(first['input'])[:_SHOWN_CHARS]}: {first['msg']}",
+            f"Mend it in {path} or with --set.",
         ) from None
+    _check_paths(config)
     _check_model(config.model)
     if config.model.pretrained is not None and "tokenizer" not in config.data.model_fields_set:
         own = config.data.model_copy(update={"tokenizer": str(config.model.pretrained)})
@@ -179,6 +183,29 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     if config.parallel.policy not in POLICIES:
         raise UnknownNameError("policy", config.parallel.policy, POLICIES)
     return config
+
+
+def _check_paths(config: TrainConfig) -> None:
+    """Names that no disk can hold, and those that nobody here may look at; nothing need be there."""
+    model, data = config.model, config.data
+    named = {
+        "model.pretrained": model.pretrained,
+        "model.config": model.config,
+        "data.path": data.path,
+        "data.tokenizer": data.tokenizer,
+        "data.index_dir": data.index_dir,
+        "parallel.hardware": config.parallel.hardware,
+        "run.folder": config.run.folder,
+    }
+    for key, path in named.items():
+        try:
+            if path is not None:
+                Path(path).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            pass  # whoever needs it says so
+        except (OSError, ValueError) as error:
+            shown, why = str(path)[:_SHOWN_CHARS], getattr(error, "strerror", None) or error
+            raise ConfigError(f"{key} {shown!r} cannot be used: {why}", "Name another.") from None
 
 
 def _check_model(model: ModelSection) -> None:
@@ -213,6 +240,10 @@ def _check_schedule(config: TrainConfig) -> None:
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:
+    try:
+        override.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"--set {override!r} is not UTF-8", "Use names that are.") from None
     key, separator, text = override.partition("=")
     section, dot, name = key.strip().partition(".")
     if not separator or not dot:

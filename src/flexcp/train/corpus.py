@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexcp.core.errors import ConfigError
+from flexcp.core.errors import ConfigError, DataError
 from flexcp.core.images import RowsOfImages
 from flexcp.core.sample import Sample
 from flexcp.runtime.collectives import on_first_rank
@@ -139,6 +139,18 @@ def _named(held_out: npt.NDArray[np.intp]) -> str:
 
 
 def _open(
+    section: DataSection, capacity: Capacity, progress: Progress, images: Images | None
+) -> tuple[TextDataset, str]:
+    try:
+        return _opened(section, capacity, progress, images)
+    except OSError as error:  # of disks, names and kinds of files that no reader thought of
+        raise DataError(
+            f"the data cannot be opened: {error}",
+            "See that data.path and data.tokenizer can be read, and data.index_dir written.",
+        ) from error
+
+
+def _opened(
     section: DataSection, capacity: Capacity, progress: Progress, images: Images | None
 ) -> tuple[TextDataset, str]:
     path, pattern, exclude = section.path, section.pattern, section.exclude

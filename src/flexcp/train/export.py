@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from flexcp.core.errors import CheckpointError
+from flexcp.core.errors import SaveError
 from flexcp.integrations.transformers.hooks import inner_model
 from flexcp.runtime.collectives import raise_together
 
@@ -49,11 +49,11 @@ def save_pretrained(
             copied along.
 
     Raises:
-        CheckpointError: it could not be written, on all ranks.
+        SaveError: it could not be written, on all ranks.
     """
     # Gathered on all ranks, kept on the first.
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    trouble: CheckpointError | None = None
+    trouble: SaveError | None = None
     if dist.get_rank() == 0:
         try:
             inner_model(model).save_pretrained(folder, state_dict=weights)
@@ -61,7 +61,7 @@ def save_pretrained(
             if start is not None:
                 _copy(start, folder, _SETTINGS_FILES)
         except (OSError, SafetensorError) as error:
-            trouble = CheckpointError(
+            trouble = SaveError(
                 f"the model could not be written to {folder}: {error}",
                 "Make room and run again with --resume: the last checkpoint is whole.",
             )

@@ -18,9 +18,11 @@ from transformers import (
 from flexcp.core.errors import ConfigError
 from flexcp.integrations.transformers.config import check_supported, text_config
 from flexcp.integrations.transformers.hooks import checkpoint_layers
+from flexcp.runtime.collectives import is_out_of_memory
 from flexcp.train.config import ModelSection, RunSection
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+_LINE_CHARS = 300
 _CONFIGS: dict[str, Any] = {"qwen3": Qwen3Config, "llama": LlamaConfig}
 
 
@@ -33,7 +35,7 @@ def model_config(section: ModelSection, vocab: int, max_tokens: int) -> Any:
         except Exception as error:  # transformers raises many kinds for a config that is not one
             name = "model.config" if section.pretrained is None else "model.pretrained"
             raise ConfigError(
-                f"{name} {source}: {str(error).splitlines()[0]}",
+                f"{name} {source}: {_in_a_line(error)}",
                 "Give a folder with a config.json.",
             ) from error
         check_supported(config)
@@ -58,7 +60,7 @@ def model_config(section: ModelSection, vocab: int, max_tokens: int) -> Any:
         )
     except Exception as error:  # as above
         raise ConfigError(
-            f"[model] does not describe a model: {str(error).splitlines()[-1]}", "Mend the section [model]."
+            f"[model] does not describe a model: {_in_a_line(error)}", "Mend the section [model]."
         ) from error
 
 
@@ -71,12 +73,29 @@ def build_model(
     """
     torch.manual_seed(run.seed)
     loaded = None if pretrained is None else _loaded(pretrained, config)
-    model: Any = loaded or _kind(config).from_config(config)
+    model: Any = loaded or _random(config)
     model.to(device=device, dtype=torch.float64 if run.dtype == "fp64" else torch.float32)
     if run.gradient_checkpointing:
         checkpoint_layers(model)
     trained: nn.Module = model.train()
     return trained
+
+
+def _random(config: Any) -> Any:
+    try:
+        return _kind(config).from_config(config)
+    except Exception as error:  # of every kind: a config is checked where its values are used
+        if is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"no model can be built as the config says: {type(error).__name__}: {_in_a_line(error)}",
+            "Mend the section [model], or the config.json that it names.",
+        ) from error
+
+
+def _in_a_line(error: Exception) -> str:
+    """What transformers says over several lines, without the traces that torch appends."""
+    return " ".join(str(error).partition("\nException raised from")[0].split())[:_LINE_CHARS]
 
 
 def _kind(config: Any) -> Any:
@@ -93,7 +112,7 @@ def _loaded(folder: Path, config: Any) -> Any:
         )
     except Exception as error:  # transformers raises many kinds for a folder that is not one
         raise ConfigError(
-            f"model.pretrained {folder}: {str(error).splitlines()[0]}",
+            f"model.pretrained {folder}: {_in_a_line(error)}",
             "Give a folder with config.json and model.safetensors, as save_pretrained writes it.",
         ) from error
     missing = sorted(report["missing_keys"])

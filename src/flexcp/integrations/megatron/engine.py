@@ -39,6 +39,7 @@ from flexcp.integrations.megatron.step import Step
 from flexcp.planner import Planner
 from flexcp.runtime.agreement import require_agreement, versions
 from flexcp.runtime.batches import Dataset, Stream, check_fits
+from flexcp.runtime.callbacks import named
 from flexcp.runtime.feed import Feed, Prepared
 from flexcp.runtime.launch import DEFAULT_TIMEOUT_S
 from flexcp.runtime.learning import Learning
@@ -111,7 +112,8 @@ class Engine:
         self._ddp = _ddp_config(model)
         _check_agreement(self)
         self.transport = Transport(timeout_s, planner.cluster.ranks_per_node, self.grid.columns)
-        self._feed = Feed(planner, self.transport, self.device, on_notice, timeout_s)
+        notify = named("on_notice", on_notice)
+        self._feed = Feed(planner, self.transport, self.device, notify, timeout_s)
         self._planner = _own_planner(planner) if folder is not None or learn_costs else None
         self._learning = Learning(self._planner) if self._planner is not None and learn_costs else None
         self._folder = folder

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
@@ -198,7 +198,7 @@ def find_files(root: Path, pattern: str, exclude: Sequence[str] = ()) -> FileSet
     found: list[tuple[str, Path]] = []
     links: list[str] = []
     linked_folders: dict[Path, bool] = {root: False}
-    for path in root.glob(pattern):
+    for path in _matches(root, pattern):
         parts = path.relative_to(root).parts
         if any(part.startswith(".") or part in _CACHE_FOLDERS for part in parts) or not path.is_file():
             continue
@@ -215,6 +215,16 @@ def find_files(root: Path, pattern: str, exclude: Sequence[str] = ()) -> FileSet
         told = "".join(f" ({note})" for note in skipped)
         raise DataError(f"no file in {root} matches {pattern!r}{told}", "Give another folder or pattern.")
     return FileSet(root, tuple(path for _, path in sorted(found)), skipped)
+
+
+def _matches(root: Path, pattern: str) -> Iterator[Path]:
+    try:
+        yield from root.glob(pattern)
+    except (ValueError, IndexError, OSError) as error:  # IndexError: "." in Python 3.11
+        raise DataError(
+            f"pattern {pattern!r} cannot be looked for in {root} ({error})",
+            "Give a pattern such as '**/*.py', and a folder that can be read.",
+        ) from error
 
 
 def file_kind(path: Path) -> str:

@@ -23,6 +23,7 @@ TEACHES_NOTHING = -2  # for a count: text that is whole, and of which nothing is
 
 # End-of-document tokens of public models, for a tokenizer.json without a tokenizer_config.json beside it.
 USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+_LARGEST_VOCAB = 2**22  # many times any that is in use; room for it is taken at once
 
 
 class Tokenizer(Protocol):
@@ -140,11 +141,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> FileTo
     the vocabulary. Little text may give fewer entries than asked for; see `vocab_size` of the result.
 
     Raises:
-        ConfigError: `vocab_size` below 257 (256 bytes and the end token).
+        ConfigError: `vocab_size` below 257 (256 bytes and the end token), or beyond all reason.
         MissingExtraError: the `tokenizers` library is not installed.
     """
-    if vocab_size < 257:
-        raise ConfigError(f"vocab_size is {vocab_size}", "A byte-level BPE has at least 257 entries.")
+    if not 257 <= vocab_size <= _LARGEST_VOCAB:
+        raise ConfigError(
+            f"vocab_size is {vocab_size}", f"A byte-level BPE has 257 to {_LARGEST_VOCAB} entries."
+        )
     library = _library()
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
