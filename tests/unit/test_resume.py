@@ -348,6 +348,24 @@ def test_a_checkpoint_stands_until_its_successor_does(world: World, tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
+@pytest.mark.parametrize("name", ["step-00000003", "step-00000003.tmp", "step-00000003.old", "step-00000001"])
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_is_no_checkpoint_gives_way(world: World, tmp_path: Path, name: str, kind: str) -> None:
+    """A plain file or a link, where one is to be written or cleared away."""
+    save(tmp_path, 2, mark=2)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "flexcp.json").write_text("{}")
+    if kind == "file":
+        (tmp_path / name).write_text("text")
+    else:
+        (tmp_path / name).symlink_to(tmp_path / "elsewhere")
+    save(tmp_path, 3, mark=3)
+
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["elsewhere", "step-00000002", "step-00000003"]
+    assert read_state(tmp_path / "step-00000003")["mark"] == 3
+    assert (tmp_path / "elsewhere" / "flexcp.json").read_text() == "{}"
+
+
 def test_the_last_checkpoint_stands_until_the_next_one_does(world: World, tmp_path: Path) -> None:
     """Room for one only, and a disk that is full in the middle of the second."""
     save(tmp_path, 1, mark=1, keep=1)

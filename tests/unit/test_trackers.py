@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,13 +16,13 @@ from tests.unit.test_outputs import report
 from torch import nn
 
 from flexcp.core.cluster import Cluster
-from flexcp.core.errors import ConfigError, MissingExtraError
+from flexcp.core.errors import ConfigError, MissingExtraError, RunError
 from flexcp.core.run_folder import claim
 from flexcp.cost.model import CostModel, Link
 from flexcp.planner import Planner
 from flexcp.train.config import RunSection, TrainConfig
 from flexcp.train.outputs import Outputs
-from flexcp.train.trackers import WeightsAndBiases
+from flexcp.train.trackers import TensorBoard, WeightsAndBiases
 
 LINK = Link(1e9, 1e-5)
 PLANNER = Planner(Cluster(3, 4096), CostModel(1e-9, 1e-6, 0.0, 0.0, 0.0, 10.0, 2, LINK, LINK))
@@ -147,7 +149,7 @@ def test_a_tracker_that_does_not_close_hides_nothing(tmp_path: Path, failed: boo
             if failed:
                 raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError if failed else ConnectionError):
+    with pytest.raises(ZeroDivisionError if failed else RunError):
         end()
     assert [tracker.closed for tracker in trackers] == [[failed]] * 3
     claim(tmp_path).close()  # the folder is free again
@@ -167,6 +169,31 @@ class FakeTracker:
 
     def close(self, failed: bool) -> None:
         self.closed.append(failed)
+
+
+def test_curves_that_cannot_be_written_are_a_sentence(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """TensorBoard writes from a thread, which would show a trace of its own."""
+    config = TrainConfig(run=RunSection(folder=tmp_path, trackers=("tensorboard",)))
+    before = threading.excepthook
+    curves = TensorBoard(tmp_path / "tensorboard", 0)
+
+    def write() -> None:
+        with Outputs(config, 0, rank=0, shown=False) as outputs:
+            curves.start({})
+            outputs._trackers = [curves]
+            shutil.rmtree(tmp_path / "tensorboard")
+            with outputs.in_a_sentence():
+                for step in range(10_000):
+                    curves.log(step, {"train/loss": 1.0})
+                    curves._writer.flush()
+
+    with pytest.raises(RunError, match=rf"cannot be written to {tmp_path}/tensorboard/.*: No such file"):
+        write()
+
+    assert "Traceback" not in capfd.readouterr().err
+    assert threading.excepthook is before
 
 
 def test_what_wandb_lacks_is_said(tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,6 +157,13 @@ def test_files_that_are_no_run_files(tmp_path: Path, run_file: Any) -> None:
         load_config(path)
     with pytest.raises(ConfigError, match="is not a TOML file"):
         load_config(tmp_path)
+    for text in (f"x = 1{'0' * 5000}", f"x = {'[' * 5000}"):
+        with pytest.raises(ConfigError, match="is not a TOML file"):
+            load_config(run_file(text))
+        with pytest.raises(ConfigError, match=r"^run.steps = "):
+            load_config(run_file(""), [f"run.steps={text[4:]}"])
+    with pytest.raises(ConfigError, match="is not a TOML file: embedded null byte"):
+        load_config(Path("a\0b"))
 
 
 def test_paths_that_lead_nowhere(tmp_path: Path, run_file: Any) -> None:

@@ -6,6 +6,7 @@ ranks; what else a run needs is one small JSON file beside them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -49,7 +50,7 @@ def save_checkpoint(
 
     def prepare() -> None:
         if first:
-            shutil.rmtree(aside, ignore_errors=True)
+            _remove(aside)
             aside.mkdir(parents=True)
 
     def write() -> None:
@@ -74,8 +75,12 @@ def save_checkpoint(
 
 
 def _remove(path: Path) -> None:
-    """First what makes it a checkpoint: a removal that is cut short must not leave one that looks whole."""
-    (path / _STATE).unlink(missing_ok=True)
+    """First what makes it a checkpoint: a removal that is cut short must not leave one that looks whole.
+
+    What cannot be removed stays, for what was to be saved is saved; so may what is there in its place.
+    """
+    with contextlib.suppress(OSError):
+        (path / _STATE if path.is_dir() and not path.is_symlink() else path).unlink()
     shutil.rmtree(path, ignore_errors=True)
 
 

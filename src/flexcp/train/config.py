@@ -153,7 +153,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     except FileNotFoundError:
         remedy = near_path(path, "Give the path of a run file (TOML).")
         raise ConfigError(f"{path} does not exist", remedy) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # also of names, and of numbers of 5,000 digits
         raise ConfigError(f"{path} is not a TOML file: {error}", "See examples/demo.toml.") from error
     for override in overrides:
         _apply(raw, override)
@@ -257,7 +257,7 @@ def _value(text: str) -> Any:
     """A TOML value where it reads as one, else the text itself."""
     try:
         return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

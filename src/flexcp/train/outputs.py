@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,7 +92,10 @@ class Outputs:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()
-        with contextlib.ExitStack() as closing:  # each of them, whatever becomes of the others
+        with (
+            self.in_a_sentence(),
+            contextlib.ExitStack() as closing,
+        ):  # each of them, whatever becomes of the others
             if error is not None:  # that is what the user must hear of
                 closing.enter_context(contextlib.suppress(Exception))
             if self._lock is not None:
@@ -109,9 +113,9 @@ class Outputs:
         try:
             yield
         except OSError as error:
-            where = error.filename or f"{self._folder} or the terminal"
+            place = os.fsdecode(error.filename) if error.filename else f"{self._folder} or the terminal"
             raise RunError(
-                f"what the run has to show cannot be written to {where}: {error.strerror or error}",
+                f"what the run has to show cannot be written to {place}: {error.strerror or error}",
                 "Make room, or see who removed it; --resume goes on from the newest checkpoint.",
             ) from error
 

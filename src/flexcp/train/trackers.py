@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,6 +49,8 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(self._folder), purge_step=self._first_step)
+        self._hook = threading.excepthook
+        threading.excepthook = self._pass_over
         self._writer.add_text("config", f"```\n{json.dumps(config, indent=2)}\n```", self._first_step)
 
     def log(self, step: int, values: Values) -> None:
@@ -62,7 +65,15 @@ class TensorBoard:
 
     def close(self, failed: bool) -> None:
         """See `Tracker`."""
-        self._writer.close()
+        try:
+            self._writer.close()
+        finally:
+            threading.excepthook = self._hook
+
+    def _pass_over(self, told: threading.ExceptHookArgs) -> None:
+        """What the thread of the writer cannot write, the next `log` or `close` raises: no trace too."""
+        if not type(told.thread).__module__.startswith("tensorboard."):
+            self._hook(told)
 
 
 class WeightsAndBiases:
