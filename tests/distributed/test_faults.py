@@ -31,6 +31,7 @@ from flexcp.runtime.elastic import launch_elastic
 from flexcp.runtime.launch import launch
 from flexcp.runtime.rank_process import RankProcess
 from flexcp.runtime.status import last_words, leave_word, read_status, tell
+from flexcp.runtime.stopped import StoppedWatch
 from tests.distributed.test_engine import make_engine, make_planner
 from tests.harness import run_ranks
 from tests.models import ListDataset, tiny_model
@@ -160,7 +161,7 @@ def test_a_stopped_process_may_go_on_and_a_pause_of_the_launcher_does_not_count(
     """Ctrl-Z stops them all, and fg lets all of them go on."""
     process = subprocess.Popen(["sleep", "60"])
     rank = object.__new__(RankProcess)
-    rank.result, rank.ended_by_us, rank._left, rank._stopped_s = None, False, False, 0.0
+    rank.result, rank.ended_by_us, rank._left, rank._stopped_watch = None, False, False, StoppedWatch()
     rank.process = process  # type: ignore[assignment]
     try:
         send_and_wait(process.pid, signal.SIGSTOP, "T")

@@ -25,7 +25,7 @@ from flexcp.cost.model import cost_model
 from flexcp.cost.presets import hardware
 from flexcp.planner import Planner, serve
 from flexcp.planner.check import check_answer
-from flexcp.runtime import planning
+from flexcp.runtime import planning, stopped
 from flexcp.runtime.planning import PlannerProcess, Planning
 
 SHAPE = ModelShape("tiny", 2, 32, 4, 2, 8, 48, 97)
@@ -210,15 +210,16 @@ def test_a_stopped_process_is_ended_and_started_again(
     process: PlannerProcess, notices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody who waits for its answer could tell it from one that plans for long."""
-    monkeypatch.setattr(planning, "STOPPED_S", 1.0)
-    stopped = process.pid
-    os.kill(stopped, signal.SIGSTOP)
+    monkeypatch.setattr(stopped, "STOPPED_S", 1.0)
+    process._stopped_watch = stopped.StoppedWatch()
+    pid = process.pid
+    os.kill(pid, signal.SIGSTOP)
 
     assert process.ask(serve.request_line(PLANNER, SAMPLES)) == PLANNER(SAMPLES).to_json()
-    assert has_ended(stopped)
+    assert has_ended(pid)
     [notice] = notices
     assert notice.startswith(
-        f"the planner process {stopped} of rank 0 was stopped (SIGSTOP) for 1 s and ended; it was started"
+        f"the planner process {pid} of rank 0 was stopped (SIGSTOP) for 1 s and ended; it was started"
     )
 
 

@@ -238,8 +238,8 @@ def test_a_run_folder_is_of_one_run_at_a_time(world: World, tmp_path: Path) -> N
 
 DAMAGES: list[tuple[dict[str, Any], str]] = [
     ({"schema": "flexcp.checkpoint/2"}, "has schema 'flexcp.checkpoint/2'; this version reads"),
-    ({"step": "2"}, "its step is '2'"),
-    ({"step": -1}, "its step is -1"),
+    ({"step": "2"}, r"\(step: Input should be a valid integer\)"),
+    ({"step": -1}, r"\(step: Input should be greater than or equal to 0\)"),
     ({"step": 1}, r"\(engine.step is 2 and step 1\)"),
     ({"ranks": -1}, r"\(ranks: Input should be greater than 0\)"),
     ({"ranks": None}, r"\(ranks: Input should be a valid integer\)"),
@@ -387,7 +387,6 @@ def test_the_last_checkpoint_stands_until_the_next_one_does(world: World, tmp_pa
         ("{", "is not a FlexCP checkpoint (Expecting property name"),
         ("[1]", "is not a FlexCP checkpoint (list indices"),
         ('{"step": 4}', "is not a FlexCP checkpoint ('schema')"),
-        ('{"schema": "flexcp.checkpoint/1", "step": "x"}', "is damaged: its step is 'x'"),
         (
             '{"schema": "flexcp.checkpoint/2", "step": 4}',
             "has schema 'flexcp.checkpoint/2'; this version reads 'flexcp.checkpoint/1'",

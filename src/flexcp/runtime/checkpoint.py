@@ -123,10 +123,14 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The JSON part of a checkpoint."""
+    """The JSON part of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it is of another version.
+    """
     try:
         state: dict[str, Any] = json.loads((path / _STATE).read_text())
-        schema, step = state["schema"], state["step"]
+        schema = state["schema"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not a FlexCP checkpoint ({error})", "Remove it to resume from an older one."
@@ -135,10 +139,6 @@ def read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} has schema {schema!r}; this version reads {_SCHEMA!r}",
             "Resume with the version of FlexCP that wrote it.",
-        )
-    if type(step) is not int or step < 0:
-        raise CheckpointError(
-            f"{path} is damaged: its step is {step!r}", "Remove it to resume from an older one."
         )
     return state
 

@@ -30,7 +30,7 @@ from flexcp.planner import Planner
 from flexcp.planner.check import check_answer
 from flexcp.planner.serve import read_answer, request_line
 from flexcp.runtime.collectives import all_gather_rows, collective_device, raise_first
-from flexcp.runtime.stopped import STOPPED_S, is_stopped
+from flexcp.runtime.stopped import StoppedWatch
 
 _LOOK_S = 1.0
 
@@ -129,22 +129,19 @@ class PlannerProcess:
 
     def __init__(self, notify: Notify) -> None:
         self._notify = notify
-        self._process = _start()
+        self._process, self._stopped_watch = _start(), StoppedWatch()
         self._started_again = False
         self._ended = False
         self._lock = threading.Lock()  # between starting again and ending, by two threads
-        self._was_stopped = False
         self._over = threading.Event()
         threading.Thread(target=self._look, name="flexcp-planner-look", daemon=True).start()
 
     def _look(self) -> None:
         """End a process that somebody has stopped: its silence looks like that of a long plan."""
-        stopped_s = 0.0
         while not self._over.wait(_LOOK_S):
-            stopped_s = stopped_s + _LOOK_S if is_stopped(self.pid) else 0.0
-            if stopped_s >= STOPPED_S:
-                self._was_stopped, stopped_s = True, 0.0
-                self._process.kill()
+            process = self._process  # another may take its place meanwhile
+            if self._stopped_watch.look(process.pid, _LOOK_S):
+                process.kill()
 
     @property
     def pid(self) -> int:
@@ -174,8 +171,8 @@ class PlannerProcess:
     def _start_again(self) -> None:
         self._refuse_if_ended()
         how = _end_of(self._process)
-        if self._was_stopped:
-            how, self._was_stopped = f"was stopped (SIGSTOP) for {STOPPED_S:.0f} s and ended", False
+        if self._stopped_watch.too_long:
+            how = f"{self._stopped_watch.words} and ended"
         died = f"the planner process {self.pid} of rank 0 {how}"
         if self._started_again:
             raise RunError(
@@ -186,7 +183,7 @@ class PlannerProcess:
         self.close()
         with self._lock:
             self._refuse_if_ended()
-            self._process = _start()
+            self._stopped_watch, self._process = StoppedWatch(), _start()
         self._notify(f"{died}; it was started again, and no plan is lost")
 
     def _refuse_if_ended(self) -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from flexcp.core.errors import FlexCPError, InputError, RankFailedError, RankLostError
 from flexcp.runtime.collectives import is_out_of_memory
 from flexcp.runtime.status import read_status
-from flexcp.runtime.stopped import STOPPED_S, is_stopped
+from flexcp.runtime.stopped import StoppedWatch
 
 _POLL_S = 0.5
 _SETTLE_S = 1.5  # after a first failure: time for the others to say why they failed too
@@ -60,7 +60,7 @@ class RankProcess:
         self.result: Result | None = None
         self.ended_by_us = False
         self._left = False  # without a word
-        self._stopped_s = 0.0
+        self._stopped_watch = StoppedWatch()
         self._folder = folder
         self._logs = f"Its output is in {log_dir}." if log_dir else "Its output is above."
         context = multiprocessing.get_context("spawn")
@@ -92,14 +92,12 @@ class RankProcess:
         self._left = left and self.result is None
 
     def look(self, passed_s: float) -> None:
-        """Count for how long its process has been stopped: nobody who waits for it can see that.
+        """See whether its process is stopped: nobody who waits for it can.
 
         A long time since the last look is the pause of a launcher that was stopped with all its ranks.
         """
-        if self._was_stopped:
-            return  # what was decided stands, though it may go on while the others speak
-        stands_still = self.result is None and is_stopped(self.process.pid)
-        self._stopped_s = self._stopped_s + min(passed_s, 2 * _POLL_S) if stands_still else 0.0
+        if self.result is None:
+            self._stopped_watch.look(self.process.pid, min(passed_s, 2 * _POLL_S))
 
     @property
     def done(self) -> bool:
@@ -111,12 +109,8 @@ class RankProcess:
         """It raised, ended by itself without a word, or was stopped for too long."""
         if self.result is None:
             # Ranks that are still alive are ended by us, which is not their failure.
-            return (self._left and not self.ended_by_us) or self._was_stopped
+            return (self._left and not self.ended_by_us) or self._stopped_watch.too_long
         return bool(self.result.trace)
-
-    @property
-    def _was_stopped(self) -> bool:
-        return self._stopped_s >= STOPPED_S
 
     @property
     def blames_others(self) -> bool:
@@ -147,9 +141,9 @@ class RankProcess:
 
     def error(self) -> FlexCPError:
         """The error that the parent raises for this rank."""
-        if self._was_stopped:
+        if self._stopped_watch.too_long:
             return RankLostError(
-                f"{self.where} stalled: its process was stopped (SIGSTOP) for {STOPPED_S:.0f} s",
+                f"{self.where} stalled: its process {self._stopped_watch.words}",
                 "Find out who stopped it; --resume goes on from the newest checkpoint.",
             )
         if self.result is None:
