@@ -122,7 +122,7 @@ IDLE = {"idle": 0.3, "parts": {**PARTS, "idle": 0.28}}
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"error": 0.3}, ["off by 30%", "flexcp profile --out machine.json"]),
+        ({"error": 0.3}, ["off by 30%", "flexcp profile --out machine.json", "run where the cores are free"]),
         (
             {**IDLE, "alone": 0.8, "predicted_idle": 0.3},
             ["30% of the time", "one sample takes as long as the step in 80%", "12,345", "run.global_batch"],

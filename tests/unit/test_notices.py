@@ -11,6 +11,7 @@ import torch
 from transformers import Qwen3Config
 
 from flexcp.runtime.launch import World
+from flexcp.train import notices as notices_module
 from flexcp.train.config import TrainConfig
 from flexcp.train.corpus import Corpus, Subset
 from flexcp.train.notices import notices
@@ -19,8 +20,9 @@ WORLD = World(rank=0, size=4, local_size=4, device=torch.device("cpu"))
 
 
 @pytest.fixture
-def told(tmp_path):
+def told(tmp_path, monkeypatch):
     """The notices of a run on four ranks of 1,000 tokens, whose model was made for 2,048 positions."""
+    monkeypatch.setattr(notices_module, "num_cores", lambda: 4)
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = Qwen3Config(vocab_size=300, head_dim=8, max_position_embeddings=2048, **shape)
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
@@ -44,6 +46,12 @@ def told(tmp_path):
 
 def test_a_run_that_is_well_says_nothing(told):
     assert told(2048, warmup=9) == []
+
+
+def test_more_ranks_than_cores(told, monkeypatch):
+    monkeypatch.setattr(notices_module, "num_cores", lambda: 3)
+    [text] = told(100)
+    assert text.startswith("4 ranks share 3 cores: they take turns")
 
 
 def test_longer_than_the_model_was_made_for(told):

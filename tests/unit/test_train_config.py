@@ -124,14 +124,29 @@ def test_set_takes_what_toml_takes_and_bare_words(run_file: Any) -> None:
     assert config.run.folder == Path("runs/a=b")
 
 
-@pytest.mark.parametrize("override", ["run.steps", "steps=3", "=3", ""])
-def test_set_wants_section_key_and_value(run_file: Any, override: str) -> None:
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("steps=3", "Did you mean run.steps?"),
+        ("tracker=3", "Did you mean run.trackers?"),
+        ("run.steps", "For example --set run.steps=10"),
+        ("=3", "For example --set run.steps=10"),
+        ("", "For example --set run.steps=10"),
+    ],
+)
+def test_set_wants_section_key_and_value(run_file: Any, override: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(run_file(""), [override])
 
-    assert str(caught.value) == (
-        f"--set {override!r} is not section.key=value\nFor example --set run.steps=10"
-    )
+    assert str(caught.value) == f"--set {override!r} is not section.key=value\n{remedy}"
+
+
+def test_a_word_where_a_list_is_wanted_is_told_how_to_write_it(run_file: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(run_file(""), ["run.trackers=wandb"])
+
+    assert caught.value.cause.startswith("run.trackers = 'wandb': ")
+    assert caught.value.remedy.startswith('A list is wanted, also of one: run.trackers = ["wandb"].')
 
 
 def test_set_is_checked_like_the_file(run_file: Any) -> None:

@@ -117,7 +117,8 @@ def _on_predictions(figures: Figures, info: RunInfo) -> _Found:
         remedy += " else, with lengths like these."
     else:
         remedy = "Measure this machine with flexcp profile --out machine.json, then set "
-        remedy += 'parallel.hardware = "machine.json".'
+        remedy += 'parallel.hardware = "machine.json". Beside other work no prediction holds, nor what is '
+        remedy += "learnt: run where the cores are free."
     return [(1.0, f"{off} {remedy}")]  # first: plans follow predictions, so all else may follow from it
 
 

@@ -92,7 +92,7 @@ def _tables(rows: tuple[dict[str, Value], ...]) -> tuple[Table, ...]:
         Column("published_baseline_s", "published s", ".2f"),
         Column("padded_s", "padded, ours s", ".2f"),
         Column("baseline_off", "off", "+.1%"),
-        Column("published_ratio", "× published", ".2f"),
+        Column("published_ratio", "× theirs", ".2f"),
         Column("padded_over_paper", "× ours", ".2f"),
         Column("unattended_over_paper", "× filling not attended", ".2f"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import tomllib
 from collections.abc import Sequence
@@ -162,12 +163,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         # As JSON, strictly: a TOML string is a path where one is wanted, but "10" is no number.
         config = TrainConfig.model_validate_json(json.dumps(raw, default=str), strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(
-            f"{key} = {repr(first['input'])[:_SHOWN_CHARS]}: {first['msg']}",
-            f"Mend it in {path} or with --set.",
-        ) from None
+        raise _wrong_value(error, path) from None
     _check_paths(config)
     _check_model(config.model)
     if config.model.pretrained is not None and "tokenizer" not in config.data.model_fields_set:
@@ -183,6 +179,16 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     if config.parallel.policy not in POLICIES:
         raise UnknownNameError("policy", config.parallel.policy, POLICIES)
     return config
+
+
+def _wrong_value(error: ValidationError, path: Path) -> ConfigError:
+    """The first of them, by its key."""
+    first = error.errors()[0]
+    key, value = ".".join(str(part) for part in first["loc"]), first["input"]
+    remedy = f"Mend it in {path} or with --set."
+    if first["type"] == "tuple_type" and isinstance(value, str):
+        remedy = f'A list is wanted, also of one: {key} = ["{value[:_SHOWN_CHARS]}"]. {remedy}'
+    return ConfigError(f"{key} = {repr(value)[:_SHOWN_CHARS]}: {first['msg']}", remedy)
 
 
 def _check_paths(config: TrainConfig) -> None:
@@ -247,10 +253,23 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     section, dot, name = key.strip().partition(".")
     if not separator or not dot:
-        raise ConfigError(f"--set {override!r} is not section.key=value", "For example --set run.steps=10")
+        meant = _in_a_section(key.strip()) if separator else None
+        remedy = f"Did you mean {meant}?" if meant else "For example --set run.steps=10"
+        raise ConfigError(f"--set {override!r} is not section.key=value", remedy)
     table = raw.setdefault(section, {})
     if isinstance(table, dict):  # else validation names it
         table[name] = _value(text.strip())
+
+
+def _in_a_section(name: str) -> str | None:
+    """The key that was meant by a name without its section.
+
+    >>> _in_a_section("steps"), _in_a_section("nprocs"), _in_a_section("")
+    ('run.steps', 'parallel.nproc', None)
+    """
+    keys = {key.partition(".")[2]: key for key in flattened(TrainConfig())}
+    close = difflib.get_close_matches(name, keys, n=1)
+    return keys[close[0]] if close else None
 
 
 def _value(text: str) -> Any:

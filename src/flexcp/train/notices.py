@@ -11,7 +11,7 @@ from flexcp.cost.doubts import doubts
 from flexcp.integrations.transformers import shape_of
 from flexcp.integrations.transformers.config import text_config
 from flexcp.profiler.measure import device_name
-from flexcp.runtime.launch import World
+from flexcp.runtime.launch import World, num_cores
 from flexcp.train.capacity import budget_tokens, hopeless_notice
 from flexcp.train.config import TrainConfig
 from flexcp.train.corpus import Corpus
@@ -19,13 +19,18 @@ from flexcp.train.model import model_config
 
 
 def notices(config: TrainConfig, corpus: Corpus, world: World, left: int) -> Iterator[str]:
-    """Of calibration, lengths and settings; `left` ranks are to go on if some are lost.
+    """Of the machine, calibration, lengths and settings; `left` ranks are to go on if some are lost.
 
     Raises:
         ConfigError: the calibration is of another device.
     """
     hf_config = model_config(config.model, corpus.vocab, corpus.longest)
     shape = shape_of(hf_config)
+    if world.device.type == "cpu" and world.local_size > num_cores():
+        yield (
+            f"{world.local_size} ranks share {num_cores()} cores: they take turns, so times vary from step "
+            "to step, and with them what is learnt of the costs"
+        )
     yield from _calibration_notices(config, shape, corpus.longest, world)
     if hopeless := hopeless_notice(corpus.longest, budget_tokens(config, left, shape), left):
         yield hopeless
