@@ -54,13 +54,25 @@ def other_sources(world: Any) -> None:
         agreement._own_version = own
 
 
-def other_weights(world: Any) -> None:
-    """Rank 1 made its model under another seed."""
+def model_of_another_seed(world: Any) -> Any:
+    """As good as: one weight of rank 1 is another."""
     model = tiny_model()
     if world.rank:
         with torch.no_grad():
             next(model.parameters()).view(-1)[3].mul_(1 + 1e-6)
-    fresh(model=model)
+    return model
+
+
+def other_weights(world: Any) -> None:
+    """Rank 1 made its model under another seed."""
+    fresh(model=model_of_another_seed(world))
+
+
+def other_weights_under_ddp(world: Any) -> None:
+    """The same, and `shard` gives all ranks those of rank 0."""
+    from flexcp.runtime.sharding import shard
+
+    fresh(model=shard(model_of_another_seed(world), "ddp")).close()
 
 
 def other_weights_in_shards(world: Any) -> None:
@@ -136,6 +148,7 @@ CASES: dict[str, Callable[[Any], None]] = {
     "other names": other_names,
     "other sources": other_sources,
     "other weights": other_weights,
+    "other weights under ddp": other_weights_under_ddp,
     "other weights in shards": other_weights_in_shards,
     "one refuses": one_refuses,
     "other evaluation data": other_evaluation_data,
@@ -180,6 +193,7 @@ def test_what_one_rank_has_otherwise_is_named(by_rank: list[dict[str, str]]) -> 
                 f"DisagreementError: ranks [1] have another weights of the model than rank 0 (rank {rank}: "
             )
             assert found[name].startswith(cause)
+        assert found["other weights under ddp"] == "nothing was raised"
         assert "another lengths of the evaluation data than" in found["other evaluation data"]
         assert found["other order"].startswith(
             "DisagreementError: ranks [1] have another record 5 of the stream than rank 0\n"

@@ -111,10 +111,12 @@ def losses_by_policy(
 
 def evaluate_and_count(world: Any) -> dict[str, Any]:
     """Evaluation by the training path, odd sample counts, and the number of communicators."""
+    from torch.distributed.tensor import DTensor
+
     from flexcp.integrations.transformers import blocks_of, enable
     from flexcp.runtime.sharding import shard
 
-    found: dict[str, Any] = {"eval": [], "counts": [], "training": []}
+    found: dict[str, Any] = {"eval": [], "counts": [], "training": [], "in shards": []}
     model = tiny_model()
     model = shard(model, "fsdp2", blocks=blocks_of(model))
 
@@ -127,6 +129,7 @@ def evaluate_and_count(world: Any) -> dict[str, Any]:
         found["groups at start"] = dist.distributed_c10d._world.group_count  # what torch itself counts
         for lengths in ([40], [30, 60, 9], LENGTHS):  # D55: 60 and more tokens need two ranks
             found["eval"].append(engine.evaluate(ListDataset(lengths, unlabelled=()), forward))
+            found["in shards"].append(all(isinstance(p, DTensor) for p in model.parameters()))
         found["training"].append(model.training)
         losses_of(engine)
         found["groups at end"] = dist.distributed_c10d._world.group_count
@@ -147,6 +150,7 @@ def test_evaluation_small_batches_and_communicators() -> None:
     for found in by_rank:
         assert found["eval"] == pytest.approx(expected, rel=1e-5)
         *evaluating, behind = found["training"]
+        assert found["in shards"] == [True] * 3  # what was gathered is let go
         assert set(evaluating) == {False}
         assert behind
         assert np.isfinite(found["counts"]).all()

@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from flexcp.core.errors import (
-    DisagreementError,
     FlexCPError,
     RankFailedError,
     RankLostError,
@@ -33,6 +32,7 @@ from flexcp.runtime.rank_process import RankProcess
 from flexcp.runtime.status import last_words, leave_word, read_status, tell
 from flexcp.runtime.stopped import StoppedWatch
 from tests.distributed.test_engine import make_engine, make_planner
+from tests.distributed.test_lifecycle import said
 from tests.harness import run_ranks
 from tests.models import ListDataset, tiny_model
 
@@ -381,9 +381,9 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_or_ends_the_run(kind: str) 
 
 
 def start_with_another(world: Any, folder: Path, key: str) -> str:
-    """Rank 1 was given another value, or has another version installed."""
+    """Rank 1 was given another value, sees another checkpoint, or has another version installed."""
     from flexcp.runtime import agreement
-    from flexcp.train.trainer import train
+    from flexcp.train import trainer
     from tests.distributed.test_training import make_config
 
     config = make_config(folder)
@@ -391,15 +391,13 @@ def start_with_another(world: Any, folder: Path, key: str) -> str:
         agreement.version = lambda distribution_name: "0.0" if distribution_name == key else "1.0"
     elif key == "transformers":
         agreement.version = lambda distribution_name: "1.0"
+    elif world.rank == 1 and key == "newest checkpoint":
+        trainer.checkpoints = lambda folder: [Path("step-00000002")]
     elif world.rank == 1:
         section, name = key.split(".")
         part = getattr(config, section).model_copy(update={name: 7})
         config = config.model_copy(update={section: part})
-    try:
-        train(world, config, quiet=True)
-    except DisagreementError as error:
-        return str(error)
-    return "nothing was raised"
+    return said(lambda: trainer.train(world, config, quiet=True))
 
 
 @pytest.mark.parametrize(
@@ -407,14 +405,40 @@ def start_with_another(world: Any, folder: Path, key: str) -> str:
     [
         ("transformers", "ranks [1] have another version of transformers than rank 0 (rank {}: {})"),
         ("optimizer.lr", "ranks [1] have another optimizer.lr than rank 0 (rank {}: {})"),
+        ("newest checkpoint", "ranks [1] have another newest checkpoint than rank 0 (rank {}: [{}])"),
     ],
 )
 def test_disagreeing_ranks_are_told_before_step_0(tmp_path: Path, key: str, words: str) -> None:
-    """Versions and the resolved run file; the key is named, and each rank says what it has."""
+    """Versions, the resolved run file, where it begins; the key is named, and each rank says what it has."""
     from tests.distributed.test_training import make_config
 
     make_config(tmp_path)
-    values = ("1.0", "0.0") if key == "transformers" else ("0.01", "7.0")
+    values = {
+        "transformers": ("1.0", "0.0"),
+        "optimizer.lr": ("0.01", "7.0"),
+        "newest checkpoint": ("", "PosixPath('step-00000002')"),
+    }[key]
     for rank, text in enumerate(run_ranks(start_with_another, 2, tmp_path, key)):
         assert words.format(rank, values[rank]) in text
     assert not (tmp_path / "run").exists()
+
+
+def start_in_a_file(world: Any, folder: Path) -> str:
+    """What the folder of the run would be made in is a file, as rank 0 alone finds."""
+    from flexcp.train.trainer import train
+    from tests.distributed.test_training import make_config
+
+    config = make_config(folder, run__folder=folder / "data" / "module_0.py" / "run")
+    return said(lambda: train(world, config, quiet=True))
+
+
+def test_a_folder_that_rank_0_cannot_make_ends_all(tmp_path: Path) -> None:
+    """With one sentence; the others do not look at data meanwhile."""
+    from tests.distributed.test_training import make_config
+
+    make_config(tmp_path)
+    first, second = run_ranks(start_in_a_file, 2, tmp_path)
+
+    assert first == second
+    assert first.startswith("ConfigError: run.folder ")
+    assert "cannot be made or written (Not a directory)" in first

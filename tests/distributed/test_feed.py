@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -324,7 +325,8 @@ class TroubledRecords(Records):
 def two_ranks(world: Any) -> dict[str, Any]:
     """What several tests look at: two ranks need seconds to come up."""
     killed = {times: kill_the_planner(world, times) for times in (0, 1, 2)}
-    return {"streams": provoke(world), "killed": killed, "late": wait_for_plan_and_data(world)}
+    late, talks = wait_for_plan_and_data(world), talks_of_threads(world)
+    return {"streams": provoke(world), "killed": killed, "late": late, "talks": talks}
 
 
 @pytest.fixture(scope="module")
@@ -488,6 +490,31 @@ def test_a_late_plan_is_waited_for_with_a_notice(by_rank: list[dict[str, Any]]) 
         waits = {"plan": reports[late].plan_wait_s, "data": reports[late].data_wait_s}
         assert waits[what] > 0.4
         assert reports[late].exposed_s >= waits[what]
+
+
+def talks_of_threads(world: Any) -> set[tuple[str, str, bool]]:
+    """While a stream is read: what is called, by which thread, and whether over the group of the feed."""
+    talks: set[tuple[str, str, bool]] = set()
+    planner, stream = make_planner(world.size, tokens_per_rank=96), open_data("stream")
+    calls = {name: getattr(dist, name) for name in ("all_gather", "broadcast", "all_to_all_single")}
+
+    def noted(name: str, *values: Any, group: Any = None) -> Any:
+        talks.add((name, threading.current_thread().name, group is engine._feed.group))
+        return calls[name](*values, group=group)
+
+    engine = make_engine(tiny_model(), planner, stream, global_batch=BATCH)
+    with pytest.MonkeyPatch.context() as patch, engine:
+        for name in calls:
+            patch.setattr(dist, name, partial(noted, name))
+        take_steps(engine, 2)
+    return talks
+
+
+def test_the_background_talks_over_a_group_of_its_own(by_rank: list[dict[str, Any]]) -> None:
+    """Else its messages could meet those of the step, which another rank may have come to earlier."""
+    for found in by_rank:
+        feed = {(name, "flexcp-feed_0", True) for name in ("all_gather", "broadcast", "all_to_all_single")}
+        assert found["talks"] == {*feed, ("all_gather", "MainThread", False)}
 
 
 def devices_of_the_thread(world: Any) -> list[tuple[torch.device, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from flexcp.core.cluster import Cluster
 from flexcp.core.errors import CheckpointError, ConfigError
 from flexcp.core.model_shape import ModelShape
+from flexcp.core.plan import Plan
 from flexcp.cost.correction import Correction
 from flexcp.cost.model import cost_model
 from flexcp.cost.presets import hardware
@@ -35,11 +37,25 @@ def engine_on(dataset: Any, **options: Any) -> Any:
     return Engine(model, optimizer, PLANNER, dataset, global_batch=8, learn_costs=True, **options)
 
 
+def whole(learning: Learning) -> None:
+    """From here on, what it is told of a step must be all of it."""
+    learn = learning.learn
+
+    def learn_all(step: int, plan: Plan, durations_s: Sequence[Sequence[float]]) -> None:
+        known = [int(np.isfinite(durations).sum()) for durations in durations_s]
+        assert known == [len(plan.tasks_of(rank)) for rank in range(plan.cluster.ranks)]
+        learn(step, plan, durations_s)
+
+    learning.learn = learn_all  # type: ignore[method-assign]
+
+
 def run(engine: Any) -> tuple[list[str], list[float], list[dict[str, Any]]]:
     """Digests of the plans, predicted seconds per token, and what a checkpoint would hold, of each step."""
     from flexcp.integrations.transformers import enable
 
     digests, predicted, states = [], [], []
+    if engine.rank == 0:
+        whole(engine._learning)
     with enable(engine.model), engine:
         for step in engine:
             digests.append(step.plan.digest)

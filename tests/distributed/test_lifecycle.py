@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -71,6 +72,12 @@ def misuse(world: Any) -> dict[str, Any]:
         found["background finished"] = finished == [1]
         engine.close()
         found["closed"] = said(lambda: next(iter(engine)))
+        answer = threading.Event()
+        with suppress(RunError), fresh(global_batch=4) as engine:
+            waiting = engine._feed.submit(lambda: answer.wait(20))
+            raise RunError("another rank has gone", "It may never answer.")
+        found["background left"] = not waiting.done()
+        answer.set()
 
         with fresh(
             global_batch=4, steps=5, stop_asked=lambda: world.rank == 1 and engine.next_step == 1
@@ -148,6 +155,7 @@ def test_misuse_is_a_sentence_on_every_rank() -> None:
         assert found["next step"] == 1
         assert found["continued"] == [1, 2]
         assert found["background finished"]
+        assert found["background left"]
         assert found["stopped"] == ([0, 1], True)  # after step 1, in which rank 1 was asked to
         assert math.isfinite(found["grad norm"])
         assert "the engine was closed" in found["closed"]
@@ -230,8 +238,8 @@ def test_ranks_meet_after_every_wave_of_a_lockstep_plan() -> None:
         assert ended_s <= min(begun_s for *wave, begun_s, _ in tasks if tuple(wave) == later)
 
 
-def own_wrapping(world: Any) -> tuple[list[torch.Tensor], list[str], dict[str, int]]:
-    """FSDP2 as most people write it, clipped; and the collectives of a step, by rank."""
+def own_wrapping(world: Any) -> tuple[list[torch.Tensor], list[str], dict[str, int], float]:
+    """FSDP2 as most people write it, clipped; the collectives of a step, by rank, and the norm before."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
@@ -256,9 +264,9 @@ def own_wrapping(world: Any) -> tuple[list[torch.Tensor], list[str], dict[str, i
                 names = [event.key for event in profile.key_averages() if event.key.startswith("c10d::")]
                 counts = {event.key: event.count for event in profile.key_averages() if event.key in names}
                 grads = [p.grad.full_tensor() for p in model.parameters() if isinstance(p.grad, DTensor)]
-            step.finish()
+            report = step.finish()
     units = [f"{len(list(blocks_of(model))) + 1} units"]
-    return grads, units, counts
+    return grads, units, counts, report.grad_norm
 
 
 def test_a_users_fsdp2_wrapping_is_exact_and_free_running() -> None:
@@ -271,38 +279,42 @@ def test_a_users_fsdp2_wrapping_is_exact_and_free_running() -> None:
     for _ in range(2):
         optimizer.zero_grad()
         reference_step(model, data, range(4))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
         optimizer.step()
 
-    for grads, units, counts in by_rank:
+    for grads, units, counts, grad_norm in by_rank:
         assert units == ["3 units"]
+        assert grad_norm == pytest.approx(float(norm), rel=1e-5)
         assert max(relative_error(g, e) for g, e in zip(grads, expected, strict=True)) < 1e-5
         reductions = [count for name, count in counts.items() if "reduce_scatter" in name]
         assert reductions == [3], counts
         assert not any("allgather" in name or "all_gather" in name for name in counts), counts
 
 
-def wait_for_a_sleeper(world: Any) -> str:
-    """Rank 1 never comes to the ring; rank 0 must not wait for torch's half hour."""
-    import time
-
+def wait_for_a_sleeper(world: Any) -> tuple[str, str]:
+    """Rank 0 comes neither to the ring nor with a plan; rank 1 must not wait for torch's half hour."""
+    from flexcp.runtime.feed import Feed
     from flexcp.runtime.transport import Transport
 
     transport = Transport(timeout_s=3)
-    if world.rank == 1:
-        time.sleep(8)
-        return "slept"
+    feed = Feed(make_planner(2), transport, torch.device("cpu"), print, timeout_s=3)
+    if world.rank == 0:
+        time.sleep(10)
+        feed.close()
+        return "slept", "slept"
     received = Message.zeros((4,), torch.float32, torch.device("cpu"))
-    return said(lambda: transport.exchange((0, 1)).post([], [(received, 1)]).wait())
+    ring = said(lambda: transport.exchange((0, 1)).post([], [(received, 0)]).wait())
+    return ring, said(lambda: feed.hand_out(None))
 
 
-def test_ring_messages_heed_the_timeout() -> None:
-    """D33: the sentence names the ring."""
-    first, second = run_ranks(wait_for_a_sleeper, 2)
+def test_ring_messages_and_plans_heed_the_timeout() -> None:
+    """D33: the sentence names the ring, or the plan."""
+    first, (ring, plan) = run_ranks(wait_for_a_sleeper, 2)
 
-    assert second == "slept"
-    assert first.startswith("RankFailedError: an exchange among ranks [0, 1] failed: ")
+    assert first == ("slept", "slept")
+    assert ring.startswith("RankFailedError: an exchange among ranks [0, 1] failed: ")
+    assert plan.startswith("RankFailedError: rank 1 lost another rank during handing out a plan: ")
 
 
 @pytest.mark.parametrize("kind", [RunError, ConfigError])

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from flexcp.core.errors import CheckpointError, ConfigError, DataError, SaveError
 from flexcp.core.run_folder import read_reports
-from flexcp.core.trace import read_spans
+from flexcp.core.trace import TraceWriter, read_spans
 from flexcp.report.page.from_run import subject_of_run
 from tests.harness import run_ranks
 
@@ -56,6 +56,17 @@ def losses(folder: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records if "step" in record}
 
 
+def write_traces_late() -> None:
+    """Those of this rank, from here on."""
+    append = TraceWriter._append
+
+    def late(*arguments: Any) -> None:
+        time.sleep(0.3)
+        append(*arguments)
+
+    TraceWriter._append = late
+
+
 def train_then_resume(world: Any, folder: Path, sharding: str) -> tuple[dict[int, float], dict[int, float]]:
     """Ten steps; then again from the checkpoint of step 7."""
     from flexcp.runtime.checkpoint import checkpoints
@@ -71,6 +82,8 @@ def train_then_resume(world: Any, folder: Path, sharding: str) -> tuple[dict[int
         shutil.rmtree(at_the_end)
         assert after_seven.name == "step-00000007"
     dist.barrier()
+    if world.rank == 1:
+        write_traces_late()
     summary = train(world, config, resume=True, quiet=True)
     assert [report.step for report in summary.reports] == [7, 8, 9]
     return unbroken, losses(run)
@@ -89,6 +102,8 @@ def test_resume_is_bitwise(tmp_path: Path, sharding: str) -> None:
     timeline = json.loads((run / "timeline.json").read_text())
     names = {event["name"] for event in timeline["traceEvents"]}
     assert {"task", "reduce", "optimizer", "thread_name"} <= names
+    ends = [(e["tid"], e["args"]["step"]) for e in timeline["traceEvents"] if e["name"] == "optimizer"]
+    assert sorted(ends) == [(rank, step) for rank in range(3) for step in (7, 8, 9)]  # though rank 1 is late
     spans = [span for path in run.glob("trace/from-step-00000000/rank-*.jsonl") for span in read_spans(path)]
     degrees = {span.detail["degree"] for span in spans if span.name == "task" and span.detail}
     assert degrees >= {1, 2}

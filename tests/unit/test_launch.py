@@ -22,7 +22,7 @@ from flexcp.core.errors import (
     SampleTooLongError,
 )
 from flexcp.runtime import launch as launch_module
-from flexcp.runtime.collectives import on_first_rank, peers_in_reach
+from flexcp.runtime.collectives import on_first_rank, peers_in_reach, ranks_of_a_node
 from flexcp.runtime.launch import launch, under_torchrun
 from flexcp.runtime.rank_process import RankProcess
 from flexcp.runtime.rendezvous import store_of_this_start
@@ -33,6 +33,15 @@ def square(world: Any, power: int) -> dict[str, Any]:
     total = torch.tensor(world.rank)
     dist.all_reduce(total)
     return {"rank": world.rank, "tensor": torch.full((3,), float(world.rank) ** power), "sum": int(total)}
+
+
+def on_machines_of_two_sizes(world: Any) -> int:
+    """Rank 0 has one of 3 ranks, rank 1 one of 2."""
+    return ranks_of_a_node(3 - world.rank)
+
+
+def test_all_ranks_count_those_of_the_largest_machine() -> None:
+    assert launch(on_machines_of_two_sizes, 2, deadline_s=60) == [3, 3]
 
 
 def test_what_each_rank_returned_comes_back_in_order() -> None:

@@ -77,6 +77,13 @@ def test_a_full_disk_is_said_and_hides_no_other_error() -> None:
         fail()
 
 
+def test_a_file_that_cannot_be_opened_is_said(tmp_path: Path) -> None:
+    """Here its folder is a file."""
+    (tmp_path / "trace").write_text("")
+    with pytest.raises(RunError, match=r"trace .*/trace/rank-0.jsonl cannot be written: .*\nMake room"):
+        TraceWriter(tmp_path / "trace" / "rank-0.jsonl")
+
+
 @pytest.mark.parametrize("flushes", [0, 1, 2])
 def test_spans_that_cannot_be_written_are_never_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flushes: int
