@@ -87,6 +87,11 @@ def one_refuses(world: Any) -> None:
     fresh(global_batch=0 if world.rank else 4)
 
 
+def each_refuses(world: Any) -> None:
+    """Rank 0 finds another argument wrong than rank 1."""
+    fresh(global_batch=4 if world.rank else 0, clip_norm=-1.0)
+
+
 def other_evaluation_data(world: Any) -> None:
     """A folder that one more file has come into."""
     with fresh() as engine:
@@ -151,6 +156,7 @@ CASES: dict[str, Callable[[Any], None]] = {
     "other weights under ddp": other_weights_under_ddp,
     "other weights in shards": other_weights_in_shards,
     "one refuses": one_refuses,
+    "each refuses": each_refuses,
     "other evaluation data": other_evaluation_data,
     "evaluation too long": one_has_no_room_for_evaluation,
     "sample on 0": lambda world: one_cannot_describe(world, 0),
@@ -202,8 +208,9 @@ def test_what_one_rank_has_otherwise_is_named(by_rank: list[dict[str, str]]) -> 
 
 
 def test_what_one_rank_refuses_all_refuse(by_rank: list[dict[str, str]]) -> None:
-    """In its words, whichever rank it is."""
+    """In its words, whichever rank it is; where there are several, in those of the first."""
     for found in by_rank:
+        assert found["each refuses"].startswith("ConfigError: global_batch is 0\n")
         assert found["one refuses"].startswith("ConfigError: global_batch is 0\n")
         assert "sample 1 has 5000 tokens" in found["evaluation too long"]
         for rank in (0, 1):

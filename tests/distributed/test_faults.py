@@ -423,22 +423,29 @@ def test_disagreeing_ranks_are_told_before_step_0(tmp_path: Path, key: str, word
     assert not (tmp_path / "run").exists()
 
 
-def start_in_a_file(world: Any, folder: Path) -> str:
-    """What the folder of the run would be made in is a file, as rank 0 alone finds."""
+def write_into_a_file(world: Any, folder: Path) -> tuple[str, str]:
+    """What a checkpoint, and then a run, would make their folder in is a file, as rank 0 alone finds."""
+    from flexcp.runtime.checkpoint import save_checkpoint
     from flexcp.train.trainer import train
     from tests.distributed.test_training import make_config
 
-    config = make_config(folder, run__folder=folder / "data" / "module_0.py" / "run")
-    return said(lambda: train(world, config, quiet=True))
+    model, file = tiny_model(), folder / "data" / "module_0.py"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = make_config(folder, run__folder=file / "run")
+    saving = said(lambda: save_checkpoint(file / "checkpoints", 1, model, optimizer, {}, keep=1))
+    return saving, said(lambda: train(world, config, quiet=True))
 
 
 def test_a_folder_that_rank_0_cannot_make_ends_all(tmp_path: Path) -> None:
-    """With one sentence; the others do not look at data meanwhile."""
+    """With one sentence; the others do not go on alone meanwhile."""
     from tests.distributed.test_training import make_config
 
     make_config(tmp_path)
-    first, second = run_ranks(start_in_a_file, 2, tmp_path)
+    first, second = run_ranks(write_into_a_file, 2, tmp_path)
 
     assert first == second
-    assert first.startswith("ConfigError: run.folder ")
-    assert "cannot be made or written (Not a directory)" in first
+    assert first[0].startswith(
+        "CheckpointError: the checkpoint of step 1 could not be written: rank 0: NotADir"
+    )
+    assert first[1].startswith("ConfigError: run.folder ")
+    assert "cannot be made or written (Not a directory)" in first[1]

@@ -56,6 +56,7 @@ def misuse(world: Any) -> dict[str, Any]:
     with enable(model):
         engine = fresh(global_batch=4, steps=3)
         step = next(iter(engine))
+        found["looks"] = [t.name for t in threading.enumerate()].count("flexcp-standstill")
         found["left open"] = said(lambda: next(iter(engine)))
         found["evaluate inside"] = said(lambda: engine.evaluate(data))
         report = run_step(step, engine)
@@ -148,6 +149,7 @@ def test_misuse_is_a_sentence_on_every_rank() -> None:
     by_rank = run_ranks(misuse, 2)
     assert any("out of order" in found for found in by_rank)  # some rank has two tasks
     for rank, found in enumerate(by_rank):
+        assert found["looks"] == (1 if rank == 0 else 0)  # else each would say the same
         assert "step 0 was left without step.finish()" in found["left open"]
         assert "before an evaluation" in found["evaluate inside"]
         assert "finished twice" in found["finish twice"]
