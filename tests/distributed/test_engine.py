@@ -190,6 +190,7 @@ def provoke(world: Any) -> dict[str, str]:
         expect("too long", SampleTooLongError, build(ListDataset([10, 97])))
         expect("no labels", DataError, build(ListDataset([10, 20], unlabelled=(0, 1))))
         expect("empty", DataError, build(ListDataset([])))
+        expect("no data set", DataError, build([1, 2]))
         expect("ranks", ConfigError, build(planner=make_planner(world.size + 1)))
         expect("batch", ConfigError, build(global_batch=0))
         lying = ListDataset([10, 20])
@@ -230,6 +231,7 @@ def test_bad_input_ends_all_ranks_with_one_sentence() -> None:
     assert "It fits on 3 ranks" in first["too long"]
     assert "none of the 3 samples of step 0 has a supervised token" in first["no labels"]
     assert "the data set is empty" in first["empty"]
+    assert "a list has no lengths" in first["no data set"]
     assert "plans for 3 ranks, the world has 2" in first["ranks"]
     assert "global_batch is 0" in first["batch"]
     assert "sample 1 has 20 tokens, its length was 21" in first["changed"]

@@ -437,6 +437,26 @@ def test_ten_million_lengths_are_answered_from_a_sample(tmp_path, monkeypatch, c
     assert body["inputs"]["notices"] == ["2,500 lengths: batches are a random sample of them."]
 
 
+def test_too_few_samples_are_noticed(lengths, capfd):
+    """Steps that cannot be drawn, and a batch that is smaller than asked."""
+    arguments = [*PLAN, lengths([500] * 20), "--tokens-per-rank", "8192", "--global-batch", "16"]
+    assert main([*arguments, "--steps", "3"]) == 0
+    said = "20 lengths are not enough for 3 steps of 16: planned are 2, the last of 4 samples."
+    assert said in flat(capfd.readouterr().out)
+    assert main(arguments) == 0
+    assert "not enough" not in flat(capfd.readouterr().out)
+
+
+def test_another_policy_that_beats_the_layout_in_use_is_named(capfd):
+    """So that its gain is not put down to flexcp alone."""
+    body = report(capfd, *PLAN, str(LENGTHS), "--ranks", "64", "--tokens-per-rank", "8192")
+
+    others = {k: v["step_s"] for k, v in body["policies"].items() if k != "flexcp" and v.get("step_s")}
+    best = min(others, key=lambda name: others[name])
+    named = f"The next best, {best}, takes" in body["verdict"]
+    assert named == (1.03 * others[best] < others["static"])
+
+
 def test_a_last_node_that_is_smaller_is_noticed(lengths, capfd):
     """12 ranks in nodes of 8 are planned as they are."""
     arguments = [*PLAN, lengths([500] * 9), "--tokens-per-rank", "8192"]

@@ -88,6 +88,8 @@ def test_every_form_gives_the_same_lengths(tmp_path, name, content, column):
         ("a.csv", "id,tokens\nx,3\ny\n", None, ", line 3: an empty cell is not a length"),
         ("a.csv", 'id,tokens\n"x\ny",3\nz,nan\n', None, ", line 4: nan is not a length"),
         ("a.csv", "3,4\n5,6\n", None, " has no header line"),
+        ("a.csv", "0,843,train\n1,5,train\n", None, " has no header line"),
+        ("a.csv", "0,843,train\n1,5,train\n", "843", " has no header line"),
         ("a.csv", "id,tokens\n", None, " holds no lengths"),
         ("a.txt", "3\n-4\n", None, ", line 2: -4 is not a length"),
         ("a.txt", "3\n\nmany\n", None, ", line 3: many is not a length"),
@@ -123,6 +125,19 @@ def test_every_fault_names_file_and_place(tmp_path, name, content, column, cause
         read_lengths(path, column)
     assert caught.value.cause == f"{path}{cause}"
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize(("text", "remedy"), [("1\n2\n", ".jsonl"), ("[1,,2]", "Mend that line")])
+def test_what_to_do_about_broken_json_depends_on_how_it_is_broken(tmp_path, text, remedy):
+    """Only what holds several values may be JSON lines."""
+    with pytest.raises(LengthsError, match="not JSON") as caught:
+        read_lengths(write(tmp_path, "a.json", text))
+    assert remedy in caught.value.remedy
+
+
+def test_a_header_may_hold_numbers_beside_the_name(tmp_path):
+    """A year, say."""
+    assert read_lengths(write(tmp_path, "a.csv", "2023,seqlen\n7,3\n")).tolist() == [3]
 
 
 def test_remedies_name_the_columns_and_the_rule(tmp_path):

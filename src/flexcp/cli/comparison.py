@@ -130,8 +130,13 @@ def static_plan(degree: int, setting: Setting, samples: Sequence[Sample]) -> Pla
     )
 
 
-def verdict(subject: Outcome, baseline: Outcome, lengths: Lengths, setting: Setting) -> str:
-    """What the person who has to decide needs: what it gives over the layout in use, and what limits it."""
+def verdict(outcomes: Sequence[Outcome], baseline: Outcome, lengths: Lengths, setting: Setting) -> str:
+    """What the person who has to decide needs: what it gives over the layout in use, and what limits it.
+
+    Another policy that beats the layout in use as well is named, so that the speed is not all put down to
+    the subject, the last of the outcomes.
+    """
+    *others, subject = outcomes
     in_use = baseline.policy != "static"
     layout = f"the layout in use ({baseline.policy})" if in_use else "the best static layout"
     if not subject.plans:
@@ -155,4 +160,8 @@ def verdict(subject: Outcome, baseline: Outcome, lengths: Lengths, setting: Sett
             f"{what} worth adopting here: {reason}. {subject.policy}, {step}, is {change} {against}; "
             f"the bound is {limit}."
         )
-    return f"{subject.policy} takes {step}: {speed:.2f}× the speed of {against}. It is {distance}."
+    rival = min((other for other in others if other.plans), key=lambda other: other.step_s)
+    beside = ""
+    if rival.step_s * NOT_WORTH_BELOW < baseline.step_s:
+        beside = f" The next best, {rival.policy}, takes {format_seconds(rival.step_s)}."
+    return f"{subject.policy} takes {step}: {speed:.2f}× the speed of {against}. It is {distance}.{beside}"

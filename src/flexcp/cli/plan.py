@@ -139,7 +139,7 @@ def plan(
     notices = [*request.inputs["notices"], *_unpriced(sharding)]
     request = replace(request, inputs=request.inputs | {"notices": notices})
     outcomes, baseline = compare(request.batches, request.setting, policy=policy, current_cp=current_cp)
-    sentence = verdict(outcomes[-1], baseline, request.given.lengths, request.setting)
+    sentence = verdict(outcomes, baseline, request.given.lengths, request.setting)
     changes = changes_of(run, request.setting) if run is not None else ()
     if run is not None and run.pipeline > 1 and outcomes[-1].plans:
         request.inputs["notices"].append(fill_notice(run, outcomes[-1].plans[0]))

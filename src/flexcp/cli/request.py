@@ -81,6 +81,8 @@ class Request:
         """The setting in one sentence."""
         given = self.inputs
         steps = f"{given['steps']} step{'s' if given['steps'] > 1 else ''}"
+        if given["steps"] == 1 and given["samples"] >= 2 * given["global_batch"]:
+            steps = "1 step (one draw; --steps 8 averages)"
         return (
             f"{given['model']} on {given['ranks']} × {given['hardware']} ({given['ranks_per_node']} a node), "
             f"up to {given['tokens_per_rank']:,} tokens a rank, {given['mode']}; "
@@ -146,6 +148,7 @@ def read_request(
             *(megatron.notices if megatron else ()),
             *derived,
             *_notices(given, setting.cluster),
+            *(() if epochs else _run_out(batches, global_batch, steps, len(given.lengths))),
             *_doubts(calibration, shape, given, setting, checkpointing=checkpointing),
         ],
     }
@@ -180,6 +183,16 @@ def _notices(given: Inputs, cluster: Cluster) -> list[str]:
         return list(given.notices)
     node = f"{cluster.ranks} ranks in nodes of {cluster.ranks_per_node}: the last node has {last}."
     return [*given.notices, node]
+
+
+def _run_out(batches: Sequence[Batch], global_batch: int, steps: int, samples: int) -> list[str]:
+    """Where the samples are too few for what was asked; a run would begin another epoch."""
+    if samples >= global_batch * steps:
+        return []
+    return [
+        f"{samples:,} lengths are not enough for {steps} steps of {global_batch:,}: planned are {len(batches)}, "
+        f"the last of {len(batches[-1]):,} samples. flexcp simulate goes on with the next epoch."
+    ]
 
 
 def _doubts(

@@ -26,7 +26,7 @@ Lengths = npt.NDArray[np.int64]
 
 WRITTEN = (".json", ".csv", ".txt")
 # Taken in this order when the caller names no column.
-USUAL_COLUMNS = ("tokens", "length", "num_tokens")
+USUAL_COLUMNS = ("tokens", "length", "num_tokens", "seqlen")
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t", ".psv": "|"}
 _WHOLE = "Lengths are whole numbers of tokens, at least 1."
@@ -49,8 +49,8 @@ def read_lengths(path: str | Path, column: str | None = None) -> Lengths:
 
     Args:
         path: the file.
-        column: which column (CSV) or key (JSON objects) holds the lengths. Without it: `tokens`, `length`
-            or `num_tokens`, or the only column there is.
+        column: which column (CSV) or key (JSON objects) holds the lengths. Without it: `tokens`, `length`,
+            `num_tokens` or `seqlen`, or the only column there is.
 
     Returns:
         int64 [samples], tokens per sample, all at least 1, at least one sample.
@@ -180,9 +180,12 @@ def _read_json(path: Path, text: str, column: str | None) -> _Entries:
     try:
         body = json.loads(text)
     except json.JSONDecodeError as error:
+        several = error.msg == "Extra data"
         raise LengthsError(
             f"{path}, line {error.lineno}: not JSON ({error.msg})",
-            "A .json file holds one list; name a file with one value a line .jsonl.",
+            "A .json file holds one list; name a file with one value a line .jsonl."
+            if several
+            else "Mend that line: a .json file holds one list, [12, 345].",
         ) from None
     except (RecursionError, ValueError):
         raise LengthsError(f"{path}: JSON nested too deep, or a number too long", "Give a list.") from None
@@ -247,7 +250,7 @@ def _read_table(path: Path, text: str, delimiter: str, column: str | None) -> _E
         _, body = rows()
         if not (header := next(body, [])):
             raise LengthsError(f"{path} is empty", "Give at least one length.")
-        has_header = not all(_is_number(cell) for cell in header)
+        has_header = not any(_is_number(cell) for cell in header) or _names_lengths(header, column)
         skipped = int(has_header)
         if has_header:
             names = [name.strip() for name in header]
@@ -259,6 +262,12 @@ def _read_table(path: Path, text: str, delimiter: str, column: str | None) -> _E
         return _Entries([row[position] if position < len(row) else "" for row in body], where)
     except csv.Error as error:
         raise LengthsError(f"{path}: not a table ({error})", "Check quotes and delimiters.") from None
+
+
+def _names_lengths(header: list[str], column: str | None) -> bool:
+    """A first line that holds numbers is a header all the same if it has the name that is looked for."""
+    wanted = USUAL_COLUMNS if column is None else (column,)
+    return any(name.strip() in wanted and not _is_number(name) for name in header)
 
 
 def _is_number(cell: str) -> bool:

@@ -165,13 +165,20 @@ def check_fits(dataset: Dataset | Stream, cluster: Cluster, global_batch: int) -
 
     Raises:
         ConfigError: the global batch is empty.
-        DataError: the data set is.
+        DataError: the data set is, or it is no data set.
         SampleTooLongError: the longest sample needs more ranks than there are.
     """
     if global_batch < 1:
         raise ConfigError(f"global_batch is {global_batch}", "A step needs at least one sample.")
     if isinstance(dataset, Stream):
         return
+    missing = [name for name in ("lengths", "__len__", "__getitem__") if not hasattr(dataset, name)]
+    if missing:
+        raise DataError(
+            f"a {type(dataset).__name__} has no {' and no '.join(missing)}",
+            "Map-style data have lengths (tokens of every sample), __len__, and __getitem__, which gives a "
+            'dict with "input_ids"; a stream has records and decode.',
+        )
     if len(dataset) == 0:
         raise DataError("the data set is empty", "Give at least one sample.")
     longest = int(np.argmax(dataset.lengths))

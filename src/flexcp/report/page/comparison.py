@@ -58,15 +58,18 @@ class PlannedStep:
         return Planner(info.cluster, self.cost, policy, info.mode, info.whole_below_tokens)
 
 
-def compare_policies(own: str, steps: Sequence[PlannedStep]) -> tuple[tuple[Outcome, ...], tuple[str, ...]]:
+def compare_policies(
+    info: RunInfo, steps: Sequence[PlannedStep]
+) -> tuple[tuple[Outcome, ...], tuple[str, ...]]:
     """A row for each policy, the run's own last; or why there is none.
 
     Args:
-        own: policy of the run.
+        info: of the run.
         steps: those of which all samples are known.
     """
+    own, infos = info.policy, (info, *(step.info for step in steps))
     size = sum(len(step.samples) for step in steps)
-    if size > _MOST_SAMPLES or any(step.info.cluster.ranks > _MOST_RANKS for step in steps):
+    if size > _MOST_SAMPLES or any(i.cluster.ranks > _MOST_RANKS for i in infos):
         return (), ("Policies are not compared: the run is too large. flexcp plan compares them.",)
     if not steps:
         return (), ("Policies are not compared: the traces are not complete.",)

@@ -120,7 +120,7 @@ def _compared(
         for timeline in timelines
         if traces.steps[timeline.step].whole
     ]
-    rows, why_not = compare_policies(info.policy, known)
+    rows, why_not = compare_policies(info, known)
     if rows and len(known) < len(timelines):
         few = f"Policies are compared on {len(known)} of {len(timelines)} steps: of the others, traces lack."
         return rows, (few,)
