@@ -444,8 +444,6 @@ def test_a_folder_that_rank_0_cannot_make_ends_all(tmp_path: Path) -> None:
     first, second = run_ranks(write_into_a_file, 2, tmp_path)
 
     assert first == second
-    assert first[0].startswith(
-        "CheckpointError: the checkpoint of step 1 could not be written: rank 0: NotADir"
-    )
+    assert first[0].startswith("SaveError: the checkpoint of step 1 could not be written: rank 0: NotADir")
     assert first[1].startswith("ConfigError: run.folder ")
     assert "cannot be made or written (Not a directory)" in first[1]

@@ -190,8 +190,8 @@ def _run_out(batches: Sequence[Batch], global_batch: int, steps: int, samples: i
     if samples >= global_batch * steps:
         return []
     return [
-        f"{samples:,} lengths are not enough for {steps} steps of {global_batch:,}: planned are {len(batches)}, "
-        f"the last of {len(batches[-1]):,} samples. flexcp simulate goes on with the next epoch."
+        f"{samples:,} lengths are not enough for {steps} steps of {global_batch:,}: planned are "
+        f"{len(batches)}, the last of {len(batches[-1]):,} samples. flexcp simulate goes on with the next epoch."
     ]
 
 
