@@ -189,10 +189,9 @@ def _run_out(batches: Sequence[Batch], global_batch: int, steps: int, samples: i
     """Where the samples are too few for what was asked; a run would begin another epoch."""
     if samples >= global_batch * steps:
         return []
-    return [
-        f"{samples:,} lengths are not enough for {steps} steps of {global_batch:,}: planned are "
-        f"{len(batches)}, the last of {len(batches[-1]):,} samples. flexcp simulate goes on with the next epoch."
-    ]
+    said = f"{samples:,} lengths are not enough for {steps} steps of {global_batch:,}"
+    made = f"planned are {len(batches)}, the last of {len(batches[-1]):,} samples"
+    return [f"{said}: {made}. flexcp simulate goes on with the next epoch."]
 
 
 def _doubts(
