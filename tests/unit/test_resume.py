@@ -299,6 +299,50 @@ def test_weights_that_changed_on_the_disk_are_refused(world: World, tmp_path: Pa
     assert not any(bool((parameter == 7.0).any()) for parameter in model.parameters())
 
 
+def test_files_of_several_checkpoints_are_refused(world: World, tmp_path: Path) -> None:
+    """They fit, and every one of them is whole; a model of 2 steps would go on as one of 3."""
+    old, new = (save(tmp_path, step, mark=step) for step in (2, 3))
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for name in ("__0_0.distcp", "flexcp.json"):
+        own = (new / name).read_bytes()
+        shutil.copy(old / name, new / name)
+        with pytest.raises(
+            CheckpointError, match=r"__0_0.distcp and .*flexcp.json are of different checkpoints"
+        ):
+            load_checkpoint(new, model, optimizer)
+        (new / name).write_bytes(own)
+
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+    load_checkpoint(new, model, optimizer)
+    assert not torch.equal(next(model.parameters()), before[0])
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * 99, None])
+def test_a_damaged_table_of_contents_is_a_sentence(
+    world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: bytes | None
+) -> None:
+    """torch would say it in two traces and an assertion."""
+    folder = save(tmp_path, 1, mark=0)
+    (folder / ".metadata").unlink()
+    if damage is not None:
+        (folder / ".metadata").write_bytes(damage)
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"\.metadata is damaged or missing \(.*\)\nRemove this"):
+        load_checkpoint(folder, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    assert capfd.readouterr().err == ""
+
+
+def test_a_file_that_is_missing_is_named(world: World, tmp_path: Path) -> None:
+    folder = save(tmp_path, 1, mark=0)
+    (folder / "__0_0.distcp").unlink()
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"cannot be read: rank 0: .*No such file.*__0_0.distcp"):
+        load_checkpoint(folder, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def read_weights(folder: Path) -> list[torch.Tensor]:
     """Those of a checkpoint of `save`."""
     model = torch.nn.Linear(2, 2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from flexcp.core.errors import CheckpointError, SaveError
-from flexcp.runtime.collectives import raise_together
+from flexcp.runtime.collectives import alike, broadcast_text, raise_together
 from flexcp.runtime.safe_reader import SafeLoadPlanner, SafeReader
 from flexcp.runtime.status import tell
 
 _STATE = "flexcp.json"
 _OLD = ".old"  # a checkpoint that another one of the same step is about to replace
+_IDS = "save_id"  # the same in the file of every rank and in the JSON part
+_REMOVE = "Remove this checkpoint to resume from an older one."
 _SCHEMA = "flexcp.checkpoint/1"
 
 
@@ -46,7 +49,8 @@ def save_checkpoint(
     """
     target = folder / f"step-{step:08d}"
     aside = target.with_suffix(".tmp")
-    first = dist.get_rank() == 0
+    rank = dist.get_rank()
+    first, save_id = rank == 0, broadcast_text(uuid.uuid4().hex, 0, "a checkpoint")
 
     def prepare() -> None:
         if first:
@@ -55,9 +59,10 @@ def save_checkpoint(
 
     def write() -> None:
         weights, optimizer_state = get_state_dict(model, optimizer)
-        save({"model": weights, "optimizer": optimizer_state}, checkpoint_id=aside)
+        own = {"model": weights, "optimizer": optimizer_state, _IDS: {str(rank): save_id}}
+        save(own, checkpoint_id=aside)
         if first:
-            (aside / _STATE).write_text(json.dumps({"schema": _SCHEMA, "step": step, **state}))
+            (aside / _STATE).write_text(json.dumps({"schema": _SCHEMA, "step": step, _IDS: save_id, **state}))
             if target.exists():  # it stands until the new one does
                 _remove(target.with_suffix(_OLD))
                 target.rename(target.with_suffix(_OLD))
@@ -108,18 +113,54 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     Nothing in the files can run; see `runtime.safe_reader`.
 
     Raises:
-        CheckpointError: not a checkpoint, another version, or weights of another shape.
+        CheckpointError: not a checkpoint, another version, damaged, files of several checkpoints, or weights
+            of another shape.
     """
+    with alike("reading a checkpoint"):
+        if dist.get_rank() == 0:
+            _require_one_save(path)
     weights, optimizer_state = get_state_dict(model, optimizer)
     loaded: dict[str, Any] = {"model": weights, "optimizer": optimizer_state}
     try:
         load(loaded, storage_reader=SafeReader(path), planner=SafeLoadPlanner())
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(
-            f"{path} does not fit this model: {_cause(error)}",
-            "Resume with the config it was made with, or remove it to resume from an older one.",
-        ) from error
+        raise _not_loaded(path, error) from error
     set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+
+
+def _require_one_save(path: Path) -> None:
+    """All files are of the save that the JSON part is of: those of another step would fit as well."""
+    own = read_state(path).get(_IDS)
+    reader = SafeReader(path)
+    try:
+        parts = [part for index, part in reader.parts() if index.fqn.startswith(f"{_IDS}.")]
+    except CheckpointError:
+        raise
+    except Exception as error:  # an unpickler fails in every way
+        raise CheckpointError(
+            f"{path / '.metadata'} is damaged or missing ({type(error).__name__}: {error})", _REMOVE
+        ) from error
+    for part in parts:
+        try:
+            save_id = reader.read_value(part)
+        except Exception as error:
+            raise _not_loaded(path, error) from error
+        if save_id != own:
+            raise CheckpointError(
+                f"{path / part.relative_path} and {path / _STATE} are of different checkpoints", _REMOVE
+            )
+
+
+def _not_loaded(path: Path, error: BaseException) -> CheckpointError:
+    _, root = _root(error)
+    if isinstance(root, CheckpointError):
+        return CheckpointError(f"{path}: {root.cause}", root.remedy)
+    if isinstance(root, OSError):
+        return CheckpointError(f"{path} cannot be read: {_cause(error)}", _REMOVE)
+    return CheckpointError(
+        f"{path} does not fit this model: {_cause(error)}",
+        "Resume with the config it was made with, or remove it to resume from an older one.",
+    )
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -132,9 +173,7 @@ def read_state(path: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads((path / _STATE).read_text())
         schema = state["schema"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} is not a FlexCP checkpoint ({error})", "Remove it to resume from an older one."
-        ) from error
+        raise CheckpointError(f"{path} is not a FlexCP checkpoint ({error})", _REMOVE) from error
     if schema != _SCHEMA:
         raise CheckpointError(
             f"{path} has schema {schema!r}; this version reads {_SCHEMA!r}",
@@ -154,7 +193,12 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def _cause(error: BaseException) -> str:
     """Rank and root cause in one line; torch wraps what went wrong on other ranks."""
-    rank = dist.get_rank()
+    rank, root = _root(error)
+    return f"rank {rank}: {type(root).__name__}: {root}".splitlines()[0]
+
+
+def _root(error: BaseException) -> tuple[int, BaseException]:
     if isinstance(error, CheckpointException):
-        rank, (error, _) = next(iter(error.failures.items()))
-    return f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0]
+        rank, (root, _) = next(iter(error.failures.items()))
+        return rank, root
+    return dist.get_rank(), error

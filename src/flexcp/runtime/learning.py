@@ -87,6 +87,6 @@ class Learning:
                 raise InputError(f"it is of the steps {sorted(self._after)}", "Continue without it.")
         except (InputError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
-                f"the learnt costs of the checkpoint cannot be read ({error})",
+                f"the learnt costs of the checkpoint cannot be read ({getattr(error, 'cause', error)})",
                 "Continue with parallel.learn_costs = false.",
             ) from error

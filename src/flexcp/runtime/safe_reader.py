@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -64,13 +64,27 @@ class SafeReader(FileSystemReader):
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
+    def parts(self) -> list[tuple[MetadataIndex, Any]]:
+        """Every tensor or value, with its file and its place there."""
+        return list(self.read_metadata().storage_data.items())
+
+    def read_value(self, part: Any) -> Any:
+        """One value, as one of `parts`; not for tensors that are large."""
+        data = self._read(part)
+        _require_sound(data, part.relative_path)
+        return torch.load(io.BytesIO(data), weights_only=True)
+
+    def _read(self, part: Any) -> bytes:
+        with (Path(self.path) / part.relative_path).open("rb") as file:
+            file.seek(part.offset)
+            data: bytes = file.read(part.length)
+        return data
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """What this rank needs; torch writes checksums and reads without a look at them."""
         for item in plan.items:
             part = self.storage_data[item.storage_index]
-            with (Path(self.path) / part.relative_path).open("rb") as file:
-                file.seek(part.offset)
-                _require_sound(file.read(part.length), part.relative_path)
+            _require_sound(self._read(part), part.relative_path)
         return super().read_data(plan, planner)
 
 
