@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,22 @@ def test_resuming_from_nothing_exits_2(tmp_path: Path, capsys: pytest.CaptureFix
 
     assert code == 2
     assert f"error: {tmp_path / 'run'} holds no checkpoint" in capsys.readouterr().err
+
+
+def test_sigterm_before_there_are_ranks_is_heeded(tmp_path: Path) -> None:
+    """Importing torch takes seconds; a scheduler that ends the job by then gets a word and exit code 1."""
+    code = f"""
+import os, signal, sys
+class Scheduler:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGTERM)
+sys.meta_path.insert(0, Scheduler())
+from flexcp.cli import main
+sys.exit(main(["train", {str(write_toml(tmp_path))!r}]))
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+
+    assert process.returncode == 1
+    assert process.stderr == "SIGTERM came while there was no rank to heed it; nothing was begun\n"
+    assert not (tmp_path / "run").exists()

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -32,13 +37,21 @@ def train(
 
     Started plainly it spawns the ranks of one machine; started by torchrun it is one of many.
     """
+    with ExitStack() as early:
+        early.enter_context(_ending_at_sigterm())
+        overrides = [*(set_ or ()), *([f"parallel.nproc={nproc}"] if nproc else [])]
+        _run(config, overrides, early, resume=resume, elastic=elastic, quiet=quiet)
+
+
+def _run(
+    config: Path, overrides: list[str], early: ExitStack, *, resume: bool, elastic: bool, quiet: bool
+) -> None:
     for module in ("torch", "transformers"):
         if not _is_installed(module):
             raise MissingExtraError(module, "train")
     # The file first: torch takes seconds to import, and a typing error should not wait for it.
     from flexcp.train.config import load_config
 
-    overrides = [*(set_ or ()), *([f"parallel.nproc={nproc}"] if nproc else [])]
     settings = load_config(config, overrides)
     for tracker in settings.run.trackers:
         if not _is_installed(tracker):
@@ -46,6 +59,8 @@ def train(
     from flexcp.runtime.launch import launch, under_torchrun
 
     ranks, alone = settings.parallel.nproc, not under_torchrun()
+    if not alone:
+        early.close()  # this is a rank, which heeds SIGTERM by itself
     if alone and not quiet and sys.stderr.isatty():
         typer.echo(f"starting ranks: {ranks}; each imports torch, which takes seconds", err=True)
     from flexcp.runtime.elastic import launch_elastic
@@ -70,6 +85,23 @@ def train(
             if isinstance(error, KeyboardInterrupt):
                 typer.echo(_what_is_left(run.folder), err=True)
         raise
+
+
+@contextmanager
+def _ending_at_sigterm() -> Iterator[None]:
+    """While nobody is there to be told: before the ranks are, which takes seconds, and between two starts."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit("SIGTERM came while there was no rank to heed it; nothing was begun")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _leave_the_bar() -> None:
