@@ -11,11 +11,14 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flexcp.core.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from flexcp.train.config import TrainConfig
 
 _EXTRAS = {"tensorboard": "train", "wandb": "wandb"}
 
@@ -46,45 +49,51 @@ def train(
 def _run(
     config: Path, overrides: list[str], early: ExitStack, *, resume: bool, elastic: bool, quiet: bool
 ) -> None:
-    for module in ("torch", "transformers"):
-        if not _is_installed(module):
-            raise MissingExtraError(module, "train")
+    _require("torch", "train")
+    _require("transformers", "train")
     # The file first: torch takes seconds to import, and a typing error should not wait for it.
     from flexcp.train.config import load_config
 
     settings = load_config(config, overrides)
     for tracker in settings.run.trackers:
-        if not _is_installed(tracker):
-            raise MissingExtraError(tracker, _EXTRAS[tracker])
-    from flexcp.runtime.launch import launch, under_torchrun
+        _require(tracker, _EXTRAS[tracker])
+    from flexcp.runtime.launch import under_torchrun
 
-    ranks, alone = settings.parallel.nproc, not under_torchrun()
+    alone = not under_torchrun()
     if not alone:
         early.close()  # this is a rank, which heeds SIGTERM by itself
-    if alone and not quiet and sys.stderr.isatty():
+    elif not quiet and sys.stderr.isatty():
+        ranks = settings.parallel.nproc
         typer.echo(f"starting ranks: {ranks}; each imports torch, which takes seconds", err=True)
-    from flexcp.runtime.elastic import launch_elastic
     from flexcp.train.trainer import checkpoint_to_resume
-    from flexcp.train.trainer import train as run_rank
 
     if not elastic:
         checkpoint_to_resume(settings.run.folder, resume)
-    run = settings.run
-    start = partial(launch_elastic, notify=lambda text: typer.echo(text, err=True)) if elastic else launch
     try:
-        start(
-            run_rank,
-            ranks,
-            (settings, resume, quiet, elastic),
-            timeout_s=run.timeout_s,
-            status_dir=run.folder / "status",
-        )
+        _start(settings, resume=resume, quiet=quiet, elastic=elastic)
     except BaseException as error:
         if alone:
             _leave_the_bar()
             if isinstance(error, KeyboardInterrupt):
-                typer.echo(_what_is_left(run.folder), err=True)
+                typer.echo(_what_is_left(settings.run.folder), err=True)
         raise
+
+
+def _start(settings: TrainConfig, *, resume: bool, quiet: bool, elastic: bool) -> None:
+    """All ranks, until they have ended."""
+    from flexcp.runtime.elastic import launch_elastic
+    from flexcp.runtime.launch import launch
+    from flexcp.train.trainer import train as run_rank
+
+    run = settings.run
+    start = partial(launch_elastic, notify=lambda text: typer.echo(text, err=True)) if elastic else launch
+    start(
+        run_rank,
+        settings.parallel.nproc,
+        (settings, resume, quiet, elastic),
+        timeout_s=run.timeout_s,
+        status_dir=run.folder / "status",
+    )
 
 
 @contextmanager
@@ -123,9 +132,15 @@ def _what_is_left(folder: Path) -> str:
     return f"interrupted; --resume continues from {found[-1]}"
 
 
-def _is_installed(module: str) -> bool:
-    """Without importing it: torch alone takes seconds."""
+def _require(module: str, extra: str) -> None:
+    """Without importing it: torch alone takes seconds.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
     try:
-        return importlib.util.find_spec(module) is not None
+        found = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
-        return False
+        found = False
+    if not found:
+        raise MissingExtraError(module, extra)

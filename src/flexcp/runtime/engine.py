@@ -28,7 +28,7 @@ from flexcp.core.trace import Span, TraceWriter
 from flexcp.cost.correction import Correction
 from flexcp.planner import Planner
 from flexcp.runtime.agreement import require_agreement
-from flexcp.runtime.batches import Dataset, MicroBatch, Stream, check_fits, sample_name
+from flexcp.runtime.batches import Dataset, MicroBatch, Stream, sample_name
 from flexcp.runtime.callbacks import named
 from flexcp.runtime.collectives import alike, all_gather_rows, collective_device, peers_in_reach
 from flexcp.runtime.feed import Ahead, Feed, Prepared
@@ -36,7 +36,14 @@ from flexcp.runtime.launch import DEFAULT_TIMEOUT_S
 from flexcp.runtime.learning import Learning
 from flexcp.runtime.order import count_of, require_same_order
 from flexcp.runtime.planning import AnyPlanner, Notify, meet
-from flexcp.runtime.settings import data_name, lengths_hash, settings_of
+from flexcp.runtime.settings import (
+    data_name,
+    lengths_hash,
+    require_fitting,
+    require_options,
+    require_own_parameters,
+    settings_of,
+)
 from flexcp.runtime.sharding import sharding_of
 from flexcp.runtime.sources import training_source, whole_source
 from flexcp.runtime.standstill import StandstillNotice
@@ -107,9 +114,9 @@ class Engine:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         with alike("looking at the engine's arguments"):
-            _check(planner, dataset, global_batch)
-            _check_options(clip_norm, on_bad_loss)
-            _check_optimizer(model, optimizer)
+            require_fitting(planner, dataset, global_batch)
+            require_options(clip_norm, on_bad_loss)
+            require_own_parameters(model, optimizer)
             self.sharding = sharding_of(model)
         self.model = model
         self.optimizer = optimizer
@@ -259,7 +266,7 @@ class Engine:
             DisagreementError: ranks have other lengths.
         """
         with alike("looking at the evaluation data"):
-            _check(self.planner, dataset, self.global_batch)
+            require_fitting(self.planner, dataset, self.global_batch)
         lengths = {"lengths of the evaluation data": lengths_hash(dataset)}
         require_agreement(lengths, "Open the same data on all ranks.")
 
@@ -362,23 +369,6 @@ def step_seed(seed: int, step: int, rank: int) -> int:
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> 1)
 
 
-def _check(planner: AnyPlanner, dataset: Dataset | Stream, global_batch: int) -> None:
-    cluster = planner.cluster
-    if cluster.ranks != dist.get_world_size():
-        raise ConfigError(
-            f"the planner plans for {cluster.ranks} ranks, the world has {dist.get_world_size()}",
-            "Make the planner's Cluster with ranks=dist.get_world_size().",
-        )
-    check_fits(dataset, cluster, global_batch)
-
-
-def _check_options(clip_norm: float | None, on_bad_loss: str) -> None:
-    if clip_norm is not None and not clip_norm > 0:
-        raise ConfigError(f"clip_norm is {clip_norm}", "It is above 0, or None to leave gradients alone.")
-    if on_bad_loss not in ("stop", "skip"):
-        raise ConfigError(f"on_bad_loss is {on_bad_loss!r}", 'Give "stop" or "skip".')
-
-
 def _learning(planner: AnyPlanner) -> Learning:
     if not isinstance(planner, Planner):
         raise ConfigError(
@@ -386,13 +376,3 @@ def _learning(planner: AnyPlanner) -> Learning:
             "Use a flexcp.Planner, or learn_costs=False.",
         )
     return Learning(planner)
-
-
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Sharding replaces parameters: an optimizer made before it would step tensors that nobody trains."""
-    own = {id(parameter) for parameter in model.parameters()}
-    if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
-        raise ConfigError(
-            "the optimizer holds parameters that are not the model's",
-            "Make the optimizer after flexcp.shard(model, …).",
-        )

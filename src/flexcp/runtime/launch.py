@@ -183,6 +183,22 @@ def launch(
     """
     if under_torchrun():
         return [_as_one_of_many(target, args, timeout_s, status_dir)]
+    _require_startable(target, nproc, args)
+    with tempfile.TemporaryDirectory(prefix="flexcp-") as name:
+        folder = Path(name)
+        given = [
+            (target, args, index, nproc, folder, timeout_s, log_dir, share_devices) for index in range(nproc)
+        ]
+        ranks, told_to_end = _run_to_the_end(given, folder, log_dir, deadline_s)
+        failure = first_error(ranks, deadline_s)
+        if isinstance(failure, RankLostError) and told_to_end:
+            raise _lost_after_sigterm(failure, ranks)
+        if failure is not None:
+            raise failure
+        return [rank.result.value for rank in ranks if rank.result is not None]
+
+
+def _require_startable(target: Callable[..., Any], nproc: int, args: Sequence[Any]) -> None:
     most = _MOST_PER_CORE * num_cores()
     if not 1 <= nproc <= most:
         raise ConfigError(
@@ -196,26 +212,29 @@ def launch(
             f"{target!r} cannot be sent to another process ({error})",
             "Use a function at the top level of a module, and arguments that can be pickled.",
         ) from error
-    with tempfile.TemporaryDirectory(prefix="flexcp-") as name:
-        folder, ranks = Path(name), list[RankProcess]()
-        with passing_on_sigterm(ranks) as told:
-            try:
-                for index in range(nproc):
-                    given = (target, args, index, nproc, folder, timeout_s, log_dir, share_devices)
-                    ranks.append(RankProcess(index, _child, given, folder, log_dir))
-                    ranks[-1].start()
-                if told.is_set():  # before all of them were there to be told
-                    for started in ranks:
-                        started.process.terminate()
-                watch(ranks, deadline_s)
-            finally:
-                end(ranks)
-        failure = first_error(ranks, deadline_s)
-        if isinstance(failure, RankLostError) and told.is_set():
-            raise _lost_after_sigterm(failure, ranks)
-        if failure is not None:
-            raise failure
-        return [rank.result.value for rank in ranks if rank.result is not None]
+
+
+def _run_to_the_end(
+    given: Sequence[tuple[Any, ...]], folder: Path, log_dir: Path | None, deadline_s: float | None
+) -> tuple[list[RankProcess], bool]:
+    """Start a rank for each tuple of arguments of `_child`; none is left behind.
+
+    Returns:
+        The ranks, ended, and whether SIGTERM has come.
+    """
+    ranks = list[RankProcess]()
+    with passing_on_sigterm(ranks) as told:
+        try:
+            for index, arguments in enumerate(given):
+                ranks.append(RankProcess(index, _child, arguments, folder, log_dir))
+                ranks[-1].start()
+            if told.is_set():  # before all of them were there to be told
+                for started in ranks:
+                    started.process.terminate()
+            watch(ranks, deadline_s)
+        finally:
+            end(ranks)
+    return ranks, told.is_set()
 
 
 def _lost_after_sigterm(lost: RankLostError, ranks: Sequence[RankProcess]) -> RunError:

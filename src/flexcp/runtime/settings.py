@@ -1,4 +1,4 @@
-"""What an engine runs with, as text: equal on all ranks, or no plan fits all."""
+"""The arguments of an engine: whether they can serve, and as text, since no plan fits all if they differ."""
 
 from __future__ import annotations
 
@@ -6,14 +6,62 @@ import hashlib
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
 
+from flexcp.core.errors import ConfigError
 from flexcp.planner import Planner
 from flexcp.runtime.agreement import versions
-from flexcp.runtime.batches import Dataset, Stream
+from flexcp.runtime.batches import Dataset, Stream, check_fits
+from flexcp.runtime.planning import AnyPlanner
 from flexcp.runtime.sharding import Replicated, weights_checksum
 
 if TYPE_CHECKING:
     from flexcp.runtime.engine import Engine
+
+
+def require_fitting(planner: AnyPlanner, dataset: Dataset | Stream, global_batch: int) -> None:
+    """Refuse a planner of another number of ranks, and data that its cluster cannot hold.
+
+    Raises:
+        ConfigError: planner and world disagree, or there is no sample a step.
+        SampleTooLongError: a sample does not fit.
+        DataError: there is none.
+    """
+    cluster = planner.cluster
+    if cluster.ranks != dist.get_world_size():
+        raise ConfigError(
+            f"the planner plans for {cluster.ranks} ranks, the world has {dist.get_world_size()}",
+            "Make the planner's Cluster with ranks=dist.get_world_size().",
+        )
+    check_fits(dataset, cluster, global_batch)
+
+
+def require_options(clip_norm: float | None, on_bad_loss: str) -> None:
+    """Refuse what no step can heed.
+
+    Raises:
+        ConfigError: of either.
+    """
+    if clip_norm is not None and not clip_norm > 0:
+        raise ConfigError(f"clip_norm is {clip_norm}", "It is above 0, or None to leave gradients alone.")
+    if on_bad_loss not in ("stop", "skip"):
+        raise ConfigError(f"on_bad_loss is {on_bad_loss!r}", 'Give "stop" or "skip".')
+
+
+def require_own_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Sharding replaces parameters: an optimizer made before it would step tensors that nobody trains.
+
+    Raises:
+        ConfigError: it holds such.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigError(
+            "the optimizer holds parameters that are not the model's",
+            "Make the optimizer after flexcp.shard(model, …).",
+        )
 
 
 def settings_of(engine: Engine) -> dict[str, str]:

@@ -86,17 +86,7 @@ def train(
         FlexCPError: see `core.errors`; bad input is found before step 0.
     """
     run = config.run
-    newest = checkpoints(run.folder / "checkpoints")[-1:]
-    require_agreement(
-        {**versions(), **flattened(config), "newest checkpoint": str(newest)},
-        "Start all ranks with the same software, run file and --set, and run.folder on a shared disk.",
-    )
-    with alike("opening the run folder"):
-        checkpoint = checkpoint_to_resume(run.folder, resume or (elastic and bool(newest)))
-        state = _state_of(checkpoint)
-        first_step = state["step"]
-        shown = world.rank == 0 and not quiet
-        outputs = Outputs(config, first_step, rank=world.rank, shown=shown, alone=not elastic)
+    checkpoint, state, outputs = _open_run(world, config, resume, quiet, elastic)
     with outputs, contextlib.ExitStack() as to_the_end:
         capacity = partial(capacity_tokens, config, world, elastic, state.get("max_tokens"))
         corpus = open_corpus(config.data, capacity, run.seed, outputs.progress, _images(config))
@@ -110,7 +100,7 @@ def train(
         with contextlib.ExitStack() as stack:
             stop = to_the_end.enter_context(StopOnSignal())  # who ends a run may say it twice
             stack.enter_context(enable(model))
-            trace = stack.enter_context(TraceWriter(trace_path(run.folder, first_step, world.rank)))
+            trace = stack.enter_context(TraceWriter(trace_path(run.folder, state["step"], world.rank)))
             engine = stack.enter_context(
                 Engine(
                     model,
@@ -133,8 +123,8 @@ def train(
             if corpus.evaluation is not None:
                 engine.check(corpus.evaluation)
             utilization = _utilization(config, corpus, world, outputs.notice)
-            loop = _Loop(config, corpus, model, optimizer, schedule, engine, outputs, utilization)
-            loop.max_tokens = config.data.max_tokens or capacity(corpus.vocab)
+            max_tokens = config.data.max_tokens or capacity(corpus.vocab)
+            loop = _Loop(config, corpus, model, optimizer, schedule, engine, outputs, utilization, max_tokens)
             if checkpoint:
                 loop.resume(checkpoint, state)
             loop.run()
@@ -145,6 +135,23 @@ def train(
         with alike("writing down the run"), outputs.in_a_sentence():
             outputs.finish(loop.eval_losses)
         return RunSummary(tuple(loop.reports), loop.eval_losses, run.folder)
+
+
+def _open_run(
+    world: World, config: TrainConfig, resume: bool, quiet: bool, elastic: bool
+) -> tuple[Path | None, dict[str, Any], Outputs]:
+    """The checkpoint to go on from, what it says, and the run folder; all ranks see the same."""
+    newest = checkpoints(config.run.folder / "checkpoints")[-1:]
+    require_agreement(
+        {**versions(), **flattened(config), "newest checkpoint": str(newest)},
+        "Start all ranks with the same software, run file and --set, and run.folder on a shared disk.",
+    )
+    with alike("opening the run folder"):
+        checkpoint = checkpoint_to_resume(config.run.folder, resume or (elastic and bool(newest)))
+        state = _state_of(checkpoint)
+        shown = world.rank == 0 and not quiet
+        outputs = Outputs(config, state["step"], rank=world.rank, shown=shown, alone=not elastic)
+    return checkpoint, state, outputs
 
 
 class _Loop:
@@ -160,14 +167,14 @@ class _Loop:
         engine: Engine,
         outputs: Outputs,
         utilization: Utilization,
+        max_tokens: int,
     ) -> None:
         self.config, self.corpus, self.model, self.optimizer = config, corpus, model, optimizer
         self.schedule, self.engine, self.outputs = schedule, engine, outputs
-        self.utilization = utilization
+        self.utilization, self.max_tokens = utilization, max_tokens
         self.reports: list[StepReport] = []
         self.eval_losses: dict[int, float] = {}
         self.forward = _forward(model, config)
-        self.max_tokens = 0
         self._saved_step = -1
 
     def run(self) -> None:
