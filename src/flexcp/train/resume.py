@@ -43,7 +43,10 @@ class _State(_Part):
 
 
 def require_whole(name: str, state: Mapping[str, Any]) -> None:
-    """Whether the JSON part of a checkpoint holds what a run reads of it.
+    """Refuse the JSON part of a checkpoint that does not hold what a run reads of it.
+
+    All of it is looked at here, before anything is loaded; a user's own loop has the checks of
+    `Engine.load_state_dict`.
 
     Raises:
         CheckpointError: something is missing or of another type; it is named.
@@ -83,7 +86,7 @@ def require_same_run(
             )
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Of every group of parameters: learning rate, decay, and whatever else was given."""
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 

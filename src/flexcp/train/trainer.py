@@ -52,7 +52,14 @@ from flexcp.train.images import model_images, price_of
 from flexcp.train.model import build_model, compute_dtype, model_config
 from flexcp.train.notices import notices
 from flexcp.train.outputs import Outputs
-from flexcp.train.resume import BUDGET, apply_settings, changes, require_same_run, require_whole, settings_of
+from flexcp.train.resume import (
+    BUDGET,
+    apply_settings,
+    changes,
+    optimizer_settings,
+    require_same_run,
+    require_whole,
+)
 from flexcp.train.utilization import Utilization, peak_flops_per_s, slowest
 
 
@@ -224,7 +231,7 @@ class _Loop:
         config = self.config
         now = self._identity(state["ranks"])
         require_same_run(checkpoint.name, state["made_with"], now, new_budget=config.run.new_budget)
-        settings = settings_of(self.optimizer)
+        settings = optimizer_settings(self.optimizer)
         load_checkpoint(checkpoint, self.model, self.optimizer)
         self.engine.load_state_dict(state["engine"])
         self.schedule.last_epoch = state["schedule"]["last_epoch"]  # all else of it is of the config
