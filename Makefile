@@ -6,10 +6,13 @@ STAMP := $(VENV)/.installed
 # Newer releases of megatron-core need a newer Python.
 PYTHON_LATEST ?= python3.12
 LATEST := .venv-megatron-latest
+# The oldest torch that pyproject.toml takes; any other by `make test-torch TORCH_VERSION=…`.
+TORCH_VERSION ?= 2.11.0
+OTHER_TORCH := .venv-torch
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help install lint test test-all test-megatron-latest golden readme tables screenshot demo demo-short bench clean
+.PHONY: help install lint test test-all test-megatron-latest test-torch golden readme tables screenshot demo demo-short bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -39,6 +42,12 @@ test-megatron-latest: ## all Megatron tests with the newest megatron-core, in an
 	$(LATEST)/bin/pip install --quiet --upgrade -e '.[train,megatron,dev]' $(TORCH) triton
 	$(LATEST)/bin/pip list 2>/dev/null | grep -i -E '^(megatron-core|torch|numpy) '
 	$(LATEST)/bin/pytest tests/megatron -m "not gpu"
+
+test-torch: ## the test suite with another torch (TORCH_VERSION), in an environment of its own
+	$(PYTHON) -m venv --clear $(OTHER_TORCH)
+	grep -v '^torch==' constraints.txt > $(OTHER_TORCH)/constraints.txt
+	$(OTHER_TORCH)/bin/pip install --quiet -c $(OTHER_TORCH)/constraints.txt -e '.[train,megatron,hf,dev]' torch==$(TORCH_VERSION)
+	$(OTHER_TORCH)/bin/pytest -m "not slow and not gpu"
 
 golden: $(STAMP) ## rewrite the agreed flags that tests compare with; read the difference
 	$(BIN)/python tests/unit/test_cli.py
@@ -73,5 +82,5 @@ bench: $(STAMP) ## planning, and what it gains: emulated, replayed, computed; wr
 	$(BIN)/python benchmarks/calibration.py
 
 clean: ## remove the environment, build outputs, caches and runs
-	rm -rf $(VENV) $(LATEST) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(LATEST) $(OTHER_TORCH) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
