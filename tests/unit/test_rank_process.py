@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from flexcp.core.errors import DataError, FlexCPError, RankFailedError
+from flexcp.core.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    FlexCPError,
+    RankFailedError,
+    UnsupportedError,
+)
 from flexcp.runtime import rank_process
 from flexcp.runtime.collectives import peers_in_reach
-from flexcp.runtime.rank_process import result_of, watch
+from flexcp.runtime.rank_process import is_of_all, result_of, watch
 
 
 def caused(cause: Exception | None) -> FlexCPError:
@@ -66,3 +73,12 @@ def test_every_look_knows_how_long_ago_the_last_one_was(monkeypatch: pytest.Monk
     watch([rank], None)
 
     assert looks_s == [0.5, 3600.0, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_all"),
+    [(ConfigError, True), (DataError, True), (UnsupportedError, False), (CheckpointError, False)],
+)
+def test_what_only_some_ranks_may_meet_is_not_of_all(kind: type[FlexCPError], of_all: bool) -> None:
+    """A mask in one rank's sample, a file on one node's disk: that rank is named, and ends at once."""
+    assert is_of_all(kind("a cause", "a remedy")) is of_all

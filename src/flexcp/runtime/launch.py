@@ -28,19 +28,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous as store_at
 
-from flexcp.core.errors import (
-    ConfigError,
-    FlexCPError,
-    InputError,
-    RankLostError,
-    RunError,
-    UnsupportedError,
-)
+from flexcp.core.errors import ConfigError, FlexCPError, InputError, RankLostError, RunError
 from flexcp.runtime.rank_process import (
     RankProcess,
     Result,
     end,
     first_error,
+    is_of_all,
     passing_on_sigterm,
     result_of,
     watch,
@@ -260,8 +254,8 @@ def _as_one_of_many(
         with joined_world(timeout_s=timeout_s) as world:
             return target(world, *args)
     except BaseException as error:
-        if isinstance(error, InputError) and not isinstance(error, UnsupportedError):
-            raise  # of all ranks alike, so nothing waits
+        if is_of_all(error):
+            raise  # so nothing waits
         text = str(error) if isinstance(error, FlexCPError) else traceback.format_exc()
         others = last_words(status_dir, size, but=rank) if status_dir is not None else ""
         sys.stderr.write(f"rank {rank} on {socket.gethostname()}: {text}\n{others}\n")

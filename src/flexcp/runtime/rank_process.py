@@ -20,7 +20,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from flexcp.core.errors import FlexCPError, InputError, RankFailedError, RankLostError
+from flexcp.core.errors import (
+    CheckpointError,
+    FlexCPError,
+    InputError,
+    MissingExtraError,
+    RankFailedError,
+    RankLostError,
+    UnsupportedError,
+)
 from flexcp.runtime.collectives import is_out_of_memory
 from flexcp.runtime.status import read_status
 from flexcp.runtime.stopped import StoppedWatch
@@ -173,6 +181,16 @@ def result_of(error: BaseException, trace: str) -> Result:
     )
 
 
+def is_of_all(error: BaseException | None) -> bool:
+    """Whether it is about input that all ranks are given, so that all raise it and none waits for another.
+
+    What a model meets in a step, what lies on a disk and what is installed may differ from rank to rank.
+    """
+    return isinstance(error, InputError) and not isinstance(
+        error, UnsupportedError | CheckpointError | MissingExtraError
+    )
+
+
 def _ran_out_of_memory(error: BaseException | None) -> bool:
     """Whether this rank did: another's memory is in the text of what all raise, but not in its cause."""
     while isinstance(error, FlexCPError):
@@ -277,7 +295,7 @@ def _with_place(error: FlexCPError, first: RankProcess, ranks: Sequence[RankProc
     own = first.result.error if first.result is not None else None
     others = [rank.result.error for rank in ranks if rank is not first and rank.result is not None]
     alike = own is not None and all(other is not None and other.cause == own.cause for other in others)
-    if error is not own or isinstance(own, InputError) or (alike and len(others) == len(ranks) - 1):
+    if error is not own or is_of_all(own) or (alike and len(others) == len(ranks) - 1):
         return error
     FlexCPError.__init__(error, f"{first.where.rstrip(',')}: {own.cause}", own.remedy)
     return error
