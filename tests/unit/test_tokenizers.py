@@ -73,7 +73,7 @@ def test_training_twice_gives_the_same_file(tmp_path):
 def test_bpe_compresses_and_may_stay_below_the_size_asked_for(bpe, tmp_path):
     assert len(bpe.encode(TEXTS[0])) < len(TEXTS[0])
     assert train_bpe(["ab"], 5000, tmp_path / "t.json").vocab_size == 258
-    with pytest.raises(ConfigError, match=r"vocab_size is 256\nA byte-level BPE has 257 to 4194304 entries\."):
+    with pytest.raises(ConfigError, match=r"vocab_size is 256\nA byte-level BPE has 257 to \d+"):
         train_bpe(TEXTS, 256, tmp_path / "t.json")
 
 
