@@ -171,7 +171,7 @@ def main():
         "`policy / flexcp`: ratio of the sums (least and largest step); `planned`: the same by the plans.",
         "Why tasks take longer than planned: on CPUs torch skips masked keys by blocks of 512, so a causal",
         "call over 512 rows takes as long as a full one, where the formula counts attended pairs. Shards of",
-        "400 to 700 rows take 5 to 15 % longer than it says, and `flexcp` makes most of these.",
+        "400 to 700 rows take up to 18 % longer than it says, and `flexcp` makes most of these.",
         "",
     ]
     write("replay", [*head("Replayed tasks", SEED, load), *notes, *page], given.out)
