@@ -216,7 +216,7 @@ def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
 def test_a_killed_launcher_leaves_nothing_behind(tmp_path: Path, how: signal.Signals, words: str) -> None:
     """Ranks whose parent is gone end by themselves, and clear its folder away."""
     (tmp_path / "temporary").mkdir()
-    config = write_toml(tmp_path, run__steps=100_000)
+    config = write_toml(tmp_path, run__steps=100_000, parallel__tokens_per_rank=1600)
     env = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
     with run_flexcp(str(config), "--nproc", "2", "--quiet", env=env, start_new_session=True) as run:
         ranks = wait_for_ranks(run, 2)
