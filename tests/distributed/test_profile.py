@@ -19,9 +19,8 @@ from tests.harness import run_ranks
 from tests.unit.test_calibration import SETUP, TRUTH, tasks
 
 LONGEST, BUDGET_S, REPEATS = 1024, 9.0, 7
-# Three runs gave 3, 5 and 9 %; other jobs that share caches and clock rates make it more. One that begins
-# between calibration and check makes all tasks slower alike: that is a factor of its own.
-BAND_MEAN, SPELL = 0.25, 2.0
+# Three runs gave 3, 5 and 9 %; other jobs that share caches and clock rates make it more.
+BAND_MEAN = 0.25
 
 
 def profile_then_measure(world: Any) -> tuple[Calibration, list[tuple[str, float]], list[float]]:
@@ -63,9 +62,7 @@ def test_calibration_predicts_unseen_tasks() -> None:
     assert first.degrees == (1, 2)
     assert Calibration.from_json(first.to_json()) == first
     assert shares == sorted(shares)
-    spell = statistics.median(ratio for _, ratio in ratios)
-    assert 1 / SPELL < spell < SPELL, (ratios, first)
-    assert statistics.mean(abs(ratio / spell - 1) for _, ratio in ratios) < BAND_MEAN, (ratios, first)
+    assert statistics.mean(abs(ratio - 1) for _, ratio in ratios) < BAND_MEAN, (ratios, first)
 
 
 def agree(world: Any) -> tuple[list[float], list[float], list[tuple[int, int]]]:
